@@ -1,0 +1,25 @@
+"""Exceptions that callers can meet. Each message says what was wrong, the numbers, and which option to change."""
+
+
+class OutOfBlocksError(RuntimeError):
+    """The block pool cannot serve an allocation; nothing was changed."""
+
+
+class InvariantError(RuntimeError):
+    """The block manager's bookkeeping contradicts itself; the message names the block and the broken rule."""
+
+
+class RequestTooLargeError(ValueError):
+    """A request that can never fit: longer than `max_model_len`, or more blocks than the pool has."""
+
+
+class UnsupportedModelError(ValueError):
+    """The checkpoint describes a model that this engine does not implement."""
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is incomplete or inconsistent: missing, unexpected or wrongly shaped tensors, a missing shard."""
+
+
+class BackendUnavailableError(RuntimeError):
+    """The requested back end cannot run here; the message says why and what would serve instead."""

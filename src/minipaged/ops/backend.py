@@ -1,0 +1,143 @@
+"""The one object through which the model reaches kernels.
+
+A back end ("reference", "torch", "cpu", "triton") implements `Backend`. The model is written once against this
+interface; weights are handed over once (`pack_linear`), and a step makes a handful of calls per layer.
+T query tokens, B sequences, Hq / Hkv query / key-value heads, D head_dim, Bs block_size, N blocks, M table width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minipaged.kv.paged_cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """weight [n] and epsilon of y = round(x / sqrt(mean(x^2) + eps)) * weight, the mean in float32 (Hugging Face's rounding order)."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTable:
+    """cos and sin, float32 [max_position, D / 2], YaRN's attention factor included. Rotates (x[i], x[i + D/2]) pairs (NeoX style)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(slots=True)
+class PackedLinear:
+    """A weight in the back end's own layout. `data` belongs to the back end; nobody else looks inside."""
+
+    in_features: int
+    out_features: int
+    gated: bool
+    data: Any
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """Which tokens one step computes and where their K/V lives; the same for every layer.
+
+    A row (sequence) b owns queries query_start_loc[b] : query_start_loc[b + 1], which are the LAST tokens of its
+    seq_lens[b] tokens. Rows with a single query come first where the caller can arrange it (decode before prefill).
+    The tensors may be views of persistent buffers: valid until the step ends.
+    """
+
+    positions: Tensor  # int64 [T]
+    slot_mapping: Tensor  # int64 [T], -1 = do not write
+    block_tables: Tensor  # int32 [B, M], anything after a row's last block
+    seq_lens: Tensor  # int32 [B]
+    query_start_loc: Tensor  # int32 [B + 1]
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """What a back end derives from an `AttentionBatch` once per step and reuses in every layer."""
+
+    batch: AttentionBatch
+    data: Any = None
+
+
+class Backend(ABC):
+    """Kernels behind one face. Every method that returns a tensor takes `out=` and then fills and returns it.
+
+    Inputs may be strided views (the last dimension contiguous); a back end that needs more copies or refuses, it
+    never reads wrong memory. Results have the dtype of `out` if given, else that of the input.
+    """
+
+    name: str
+    batch_invariant: bool = False
+    """True if a row's result is bit-identical whatever else is in the batch, however the prompt is chunked and placed."""
+
+    @abstractmethod
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
+        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`."""
+
+    @abstractmethod
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        act: Literal["silu_mul"] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """act(norm(x) @ weight.T + bias) + residual; x [T, in] -> [T, out], or [T, out / 2] with silu_mul. `residual` may be `out`."""
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+        """Rows of a packed weight: token_ids int64 [T] -> [T, in]. Serves a tied output head and its embedding from one table."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
+        """RMSNorm over the last dimension."""
+
+    @abstractmethod
+    def qk_norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+        rope: RotaryTable,
+        positions: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """qkv [T, (Hq + 2 Hkv) D] -> query [T, Hq, D]; normalises q and k per head, rotates them, writes k and v to their slots."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Once per step, before the first layer."""
+
+    @abstractmethod
+    def attention(
+        self,
+        query: Tensor,
+        cache: PagedKVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal paged attention, query [T, Hq, D] -> [T, Hq, D]; scale None = 1 / sqrt(D). A row of length 0 gives zeros."""
+
+    def copy_blocks(self, caches: Sequence[PagedKVCache], pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer; all sources are read before any destination is written."""
+        for cache in caches:
+            cache.copy_blocks(pairs)
