@@ -1,7 +1,8 @@
-"""Tiny random Qwen3 folders written by transformers, and transformers as the oracle that judges us (the rig of the cases).
+"""Tiny random Qwen3 folders written by transformers, and transformers as the oracle that judges us (the rig of the
+cases).
 
-Everything that Hugging Face initialises to a constant is randomised: with q_norm and k_norm weights of 1, "normalise, then
-rotate" and "rotate, then normalise" are the same function, and a wrong model would pass.
+Everything that Hugging Face initialises to a constant is randomised: with q_norm and k_norm weights of 1, "normalise,
+then rotate" and "rotate, then normalise" are the same function, and a wrong model would pass.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ TINY: dict[str, Any] = {
 
 
 def randomise_(model: torch.nn.Module, seed: int = 0) -> None:
-    """Random values for every parameter: matrices keep the scale of their input, norms lie in [0.5, 1.5], biases are far from 0."""
+    """Random values for every parameter: matrices keep the scale of their input, norms lie in [0.5, 1.5], biases are
+    far from 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() == 1 and name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-            elif parameter.dim() == 1:
-                parameter.normal_(0, 0.3, generator=generator)
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif parameter.dim() == 1 or "embed_tokens" in name or "lm_head" in name:
                 parameter.normal_(0, 0.3, generator=generator)
             else:
                 parameter.normal_(0, 1.2 / parameter.shape[1] ** 0.5, generator=generator)
@@ -53,8 +54,8 @@ def make_tiny_folder(
 ) -> Path:
     """Write a random Qwen3 to `folder` with `save_pretrained` and return it; there is no tokenizer.
 
-    `overrides` are fields of `Qwen3Config`. `edit_config` is merged into config.json afterwards, as a person would edit it
-    (None removes a field). `generation_config` replaces generation_config.json.
+    `overrides` are fields of `Qwen3Config`. `edit_config` is merged into config.json afterwards, as a person would
+    edit it (None removes a field). `generation_config` replaces generation_config.json.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -92,6 +93,8 @@ def random_tokens(count: int, *, seed: int = 0, vocab_size: int = 320) -> list[i
 
 
 def clear_positions(logits: torch.Tensor, margin: float = 1e-3) -> torch.Tensor:
-    """bool [T]: where the largest logit leads the second by more than `margin`, so that equal greedy tokens may be demanded."""
+    """bool [T]: where the largest logit leads the second by more than `margin`, so that equal greedy tokens may be
+    demanded.
+    """
     top = logits.topk(2, dim=-1).values
     return (top[..., 0] - top[..., 1]) > margin
