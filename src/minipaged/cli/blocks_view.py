@@ -13,7 +13,18 @@ from rich.text import Text
 if TYPE_CHECKING:
     from minipaged.kv import KVBlockManager
 
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green", "bright_yellow")
+COLOURS = (
+    "cyan",
+    "magenta",
+    "green",
+    "yellow",
+    "blue",
+    "red",
+    "bright_cyan",
+    "bright_magenta",
+    "bright_green",
+    "bright_yellow",
+)
 CELLS_AT_MOST = 256  # a pool of thousands of blocks is cut after the last block that holds something
 
 
@@ -59,12 +70,12 @@ class PoolSnapshot:
 
 
 def print_pool(snapshot: PoolSnapshot, console: Console | None = None) -> None:
-    """The pool as a grid, then a table per sequence. Colour = owner, white on a colour = shared, `:` = idle but cached."""
+    """The pool as a grid, then a table per sequence: colour = owner, `*` = shared, `-` = partly filled, `:` = idle."""
     console = console or Console(stderr=True)
     colour = {sequence: COLOURS[i % len(COLOURS)] for i, sequence in enumerate(sorted(snapshot.tables))}
     console.print(Panel(_grid(snapshot, colour, console.width - 4), title=_title(snapshot), title_align="left"))
     console.print(_tables(snapshot, colour))
-    console.print(Text("block:tokens   * shared   : idle, still cached   . free", style="dim"))
+    console.print(Text("* shared   - partly filled   : idle, still cached   . free", style="dim"))
 
 
 def _title(snapshot: PoolSnapshot) -> str:

@@ -12,9 +12,10 @@ import typer
 from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, usage_errors, with_flags
 
 if TYPE_CHECKING:
-    from minipaged.cli.blocks_view import PoolSnapshot
     from minipaged.engine.outputs import RequestOutput
     from minipaged.llm import LLM
+
+    from minipaged.cli.blocks_view import PoolSnapshot
 
 EXAMPLE = 'Example:  minipaged generate "ROMEO:" --max-tokens 100'
 
@@ -92,8 +93,7 @@ class _Session:
 
     def _look(self) -> None:
         in_use = self.llm.engine.stats().blocks_in_use
-        if in_use > self.blocks_used:
-            self.blocks_used = in_use
+        self.blocks_used = max(self.blocks_used, in_use)
         if self.keep_snapshots and in_use >= (self.fullest.blocks_in_use if self.fullest else 1):
             from minipaged.cli.blocks_view import PoolSnapshot
 
@@ -143,7 +143,13 @@ def _as_json(outputs: list[RequestOutput], session: _Session, seconds: float) ->
                 "prompt_tokens": len(out.prompt_token_ids),
                 "cached_tokens": out.num_cached_tokens,
                 "completions": [
-                    {"index": c.index, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish_reason, "error": c.error}
+                    {
+                        "index": c.index,
+                        "text": c.text,
+                        "token_ids": list(c.token_ids),
+                        "finish_reason": c.finish_reason,
+                        "error": c.error,
+                    }
                     for c in out.outputs
                 ],
             }

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One command-line flag: the keyword it sets, its type, its default (None = leave the keyword alone) and its help."""
+    """One command-line flag: the keyword it sets, its type, its default (None = not given) and its help."""
 
     name: str
     type: Any
@@ -33,7 +33,10 @@ class Flag:
         """The Typer parameter; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
-        hint = Annotated[self.type if self.type is bool or self.default is not None else self.type | None, typer.Option(decl, help=self.help)]
+        hint = Annotated[
+            self.type if self.type is bool or self.default is not None else self.type | None,
+            typer.Option(decl, help=self.help),
+        ]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=hint)
 
 
@@ -42,7 +45,9 @@ LLM_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
     Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
     Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag("backend", str, None, "Kernels to use: reference, torch, cpu or triton; the best one that runs here by default."),
+    Flag(
+        "backend", str, None, "Kernels: reference, torch, cpu or triton; the best that runs here by default."
+    ),
     Flag("block_size", int, 16, "Tokens per KV block."),
     Flag("num_blocks", int, None, "KV blocks in the pool; sized from memory by default."),
     Flag("kv_cache_memory", int, None, "Bytes for the KV pool."),
@@ -93,7 +98,9 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            logging.basicConfig(level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+            logging.basicConfig(
+                level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+            )
             dicts = {name: {f.name: given.pop(f.name) for f in group} for name, group in groups.items()}
             with readable_errors(debug=given.pop("debug")):
                 command(**given, **dicts)
@@ -133,4 +140,3 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(130) from None
-
