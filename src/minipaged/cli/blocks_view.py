@@ -91,8 +91,9 @@ def _grid(snapshot: PoolSnapshot, colour: dict[int, str], width: int) -> Text:
     held = [b for b in range(snapshot.num_blocks) if b not in snapshot.free]
     shown = min(snapshot.num_blocks, CELLS_AT_MOST, (held[-1] + 1 if held else 0) + 8)
     cell = len(str(snapshot.num_blocks - 1)) + 2
+    per_row = 1 << max(0, (width // cell).bit_length() - 1)  # a power of two makes ids easy to find
     for block in range(shown):
-        if block and block % max(1, width // cell) == 0:
+        if block and block % per_row == 0:
             grid.append("\n")
         if block in owners:
             first, *others = owners[block]

@@ -29,13 +29,13 @@ class Flag:
     default: Any
     help: str
 
-    def parameter(self) -> inspect.Parameter:
-        """The Typer parameter; underscores become dashes."""
+    def parameter(self, panel: str | None) -> inspect.Parameter:
+        """The Typer parameter, in this panel of --help; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
         hint = Annotated[
             self.type if self.type is bool or self.default is not None else self.type | None,
-            typer.Option(decl, help=self.help),
+            typer.Option(decl, help=self.help, rich_help_panel=panel),
         ]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=hint)
 
@@ -45,9 +45,7 @@ LLM_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
     Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
     Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag(
-        "backend", str, None, "Kernels: reference, torch, cpu or triton; the best that runs here by default."
-    ),
+    Flag("backend", str, None, "Kernels: reference, torch, cpu or triton; the best that runs here by default."),
     Flag("block_size", int, 16, "Tokens per KV block."),
     Flag("num_blocks", int, None, "KV blocks in the pool; sized from memory by default."),
     Flag("kv_cache_memory", int, None, "Bytes for the KV pool."),
@@ -79,6 +77,8 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
+PANELS = {"llm": "Model and engine", "sampling": "Sampling"}
+
 COMMON_FLAGS = (
     Flag("log_level", str, "warning", "debug, info, warning or error."),
     Flag("debug", bool, False, "Show the traceback of an error."),
@@ -94,7 +94,8 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
     def decorate(command: F) -> F:
         own = inspect.signature(command, eval_str=True)
         kept = [p for p in own.parameters.values() if p.name not in groups]
-        flags = [f for group in (*groups.values(), COMMON_FLAGS) for f in group]
+        flags = [f.parameter(PANELS[name]) for name, group in groups.items() for f in group]
+        flags += [f.parameter(None) for f in COMMON_FLAGS]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
@@ -105,7 +106,7 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             with readable_errors(debug=given.pop("debug")):
                 command(**given, **dicts)
 
-        parameters = [*kept, *(f.parameter() for f in flags)]
+        parameters = [*kept, *flags]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # type: ignore[attr-defined]  # Typer would look through it at the undecorated signature
