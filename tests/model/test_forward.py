@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from driving import Driver
-from plain_backend import PlainBackend
 
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend
+from minipaged.ops.registry import get_backend
+from minipaged.ops.torch_backend import TorchBackend
 from tiny import clear_positions, hf_logits, load_hf, make_tiny_folder, random_tokens
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -34,9 +35,9 @@ BLOCK_SIZES = (1, 3, 4, 16)
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(params=["plain"])
+@pytest.fixture(params=["torch", "reference"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return PlainBackend()
+    return get_backend(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +152,7 @@ def test_padded_rows_change_nothing(folders: dict[str, tuple[Path, Any]], paddin
     """A back end may ask for padded activation rows: every buffer is then a strided view."""
     folder, oracle = folders["head-dim-128"]  # query rows of 4 * 128 floats: a stride of 2048 bytes; qkv: 4096
 
-    class Padded(PlainBackend):
+    class Padded(TorchBackend):
         row_padding_bytes = padding
 
     model = Qwen3Model.from_folder(folder, Padded(), progress=False)

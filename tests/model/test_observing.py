@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 from driving import Driver
-from plain_backend import PlainBackend
 from torch import Tensor
 
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import PackedLinear
+from minipaged.ops.torch_backend import TorchBackend
 from tiny import load_hf, make_tiny_folder, random_tokens
 
 
-class Observer(PlainBackend):
+class Observer(TorchBackend):
     """Records, per layer, the names that transformers' modules have; computes what fused calls hide a second time."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.layers: list[dict[str, Tensor]] = []
 
     def linear(self, x: Tensor, w: PackedLinear, **kwargs: Any) -> Tensor:
@@ -27,7 +28,7 @@ class Observer(PlainBackend):
             self.layers[-1]["o_proj"] = super().linear(x, w)  # without the residual, before `out` is overwritten
         return super().linear(x, w, **kwargs)
 
-    def qk_norm_rope_write(  # noqa: PLR0917
+    def qk_norm_rope_write(
         self,
         qkv: Any,
         q_norm: Any,
