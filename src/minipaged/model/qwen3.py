@@ -101,8 +101,10 @@ class Qwen3Model:
 
     @torch.no_grad()
     def hidden_states(self, token_ids: Tensor, plan: AttentionPlan, caches: Sequence[PagedKVCache]) -> Tensor:
-        """All layers without the head: [T, hidden] in the model's dtype, before the final norm; valid until the next
-        step.
+        """All layers without the head: [T, hidden] in the model's dtype, before the final norm.
+
+        Valid until the next step. With `logits`, the two halves of `forward`: a caller that wants the logits of many
+        rows (prompt log-probabilities) can take them in slices instead of in one huge tensor.
         """
         backend, batch = self.backend, plan.batch
         act = self._buffers.views(token_ids.shape[0])
@@ -128,8 +130,9 @@ class Qwen3Model:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Final norm and output head, for the given rows only: [T, hidden] -> float32 [R, V], valid until the next
-        call.
+        """Final norm and output head, for the given rows only: [T, hidden] -> float32 [R, V].
+
+        A view of a persistent buffer: valid until the next call.
         """
         if rows is not None:
             hidden = hidden.index_select(0, rows)
