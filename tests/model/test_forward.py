@@ -31,7 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "head-dim-80": {"head_dim": 80},
     "head-dim-128": {"head_dim": 128},
 }
-BLOCK_SIZES = (1, 3, 4, 16)
+# The reference back end loops over tokens in Python: one block size is enough for it here.
+RUNS = (("torch", 1), ("torch", 3), ("torch", 4), ("torch", 16), ("reference", 3))
 TOLERANCE = 1e-4
 
 
@@ -56,7 +57,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("backend", "block_size"), RUNS, indirect=["backend"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_equal_hugging_face(
     folders: dict[str, tuple[Path, Any]], backend: Backend, shape: str, block_size: int
