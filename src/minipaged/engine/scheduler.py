@@ -109,8 +109,6 @@ class Scheduler:
             self.waiting.remove(child)
         child.state = ChildState.FINISHED
         child.waits_for = None
-        if self.waiting:
-            self.waiting[0].blocks_wanted = 0  # things have changed: worth another look
 
     def preempt(self, child: Child) -> None:
         """Take a running sequence's blocks away; it is computed again later from its own token history."""
