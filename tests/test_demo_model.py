@@ -1,4 +1,4 @@
-"""The model that ships with the package: complete, small, loadable by plain transformers, and able to write."""
+"""The bundled model: complete, small, loadable by plain transformers, and able to write."""
 
 from __future__ import annotations
 
