@@ -43,7 +43,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         eos_token_id=[tokenizer.token_to_id(IM_END), tokenizer.token_to_id(EOT)],
         pad_token_id=tokenizer.token_to_id(EOT),
     )
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # transformers 5 knows this older name, too
@@ -84,8 +84,7 @@ def write_sample(out: Path, prompt: str, sampled: bool, tokens: int = 120) -> st
         eos = model.generation_config.eos_token_id
         model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=eos[-1])
     ids = model.generate(**inputs, max_new_tokens=tokens)[0]
-    text: str = tokenizer.decode(ids, skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def model_card(out: Path, log: Log, config: Qwen3Config) -> str:

@@ -79,7 +79,7 @@ class RowSampler:
         self.chat_share = chat_share
         self.random = random.Random(seed)
         self.encoded = [encoding.ids for encoding in tokenizer.encode_batch(speeches)]
-        ids = {token: tokenizer.token_to_id(token) for token in [*SPECIAL, THINK, END_THINK]}
+        ids = tokenizer.get_vocab()
         self.eot, self.think, self.end_think = ids[EOT], ids[THINK], ids[END_THINK]
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
