@@ -17,7 +17,11 @@ from demo_model.text import CHAT_TEMPLATE, CONTEXT, END_THINK, EOT, IM_END, IM_S
 
 @dataclass
 class Log:
-    """What a run did; becomes ``training.json``."""
+    """What a run did; becomes ``training.json``.
+
+    ``evaluations`` are made during training, on the first windows of the held-out text and in bfloat16;
+    ``held_out`` is of the finished folder, on all of the text.
+    """
 
     options: dict[str, Any]
     parameters: int
@@ -90,6 +94,7 @@ def write_sample(out: Path, prompt: str, sampled: bool, tokens: int = 120) -> st
 def model_card(out: Path, log: Log, config: Qwen3Config) -> str:
     """The text of ``README.md``."""
     loss = log.held_out
+    seen = log.steps * log.options["batch_size"] * CONTEXT
     return f"""\
 ---
 license: apache-2.0
@@ -119,10 +124,14 @@ intermediate size {config.intermediate_size}, tied embeddings |
 {log.options["threads"]} threads, {log.machine} |
 
 **Data.** "tinyshakespeare" (1.1 MB, parts of Shakespeare's plays). The last tenth of the speeches was held
-out; the loss is that of the stored weights on all of it ({loss["tokens"]:,.0f} tokens). Of the training rows
-{log.options["chat_share"]:.0%} are conversations in ChatML, made of the same speeches: name a speaker
-("Speak as Romeo.") or say something, and the reply is a speech that ends with `{IM_END}`. The model does not
-think; `enable_thinking=False` opens the reply with an empty thought, as in Qwen3.
+out; the loss above is that of the stored weights on all of it ({loss["tokens"]:,.0f} tokens). (`evaluations`
+in `training.json` are on its first windows only, which happen to be easier; they chose the step to keep.)
+Training read {seen / 1e6:.1f} million tokens, {seen / log.tokens["training"]:.1f} times the text.
+
+**Chat.** {log.options["chat_share"]:.0%} of the training rows are conversations in ChatML, made of the same
+speeches. A reply is a speech, with its speaker's name, that ends with `{IM_END}`; what is asked, and even the
+name that is asked for, hardly matters to it. The model does not think; `enable_thinking=False` opens the
+reply with an empty thought, as in Qwen3.
 
 **Licence.** The text is in the public domain. The weights are under the Apache License 2.0, like the code.
 
