@@ -1,8 +1,8 @@
 """A naive model of the block manager, and a harness that drives both and compares everything after every operation.
 
-The model has no ideas of its own about speed: block tables are rebuilt from events, reference counts are recounted, the prefix cache is
-a dictionary of whole token histories, and the K/V memory is a dictionary from slot to the token history that was
-written there. Reading a sequence back through its table must give its own history at every position.
+The model is slow and plain: block tables are rebuilt from events, reference counts are recounted, the prefix cache is a
+dictionary of whole token histories, and the K/V memory is a dictionary from slot to the token history that was written
+there. Reading a sequence back through its table must give its own history at every position.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Harness:
         self.held: list[int] = []
         self.free = list(range(num_blocks))  # front first
         self.cached: dict[int, CachedBlock] = {}  # by block
-        self.memory = {slot: POISON for slot in range(num_blocks * block_size)}
+        self.memory = dict.fromkeys(range(num_blocks * block_size), POISON)
         self.unwritten: dict[int, tuple[int, ...]] = {}  # slot -> content, to be written at the next flush
         self.pairs: dict[int, int] = {}  # destination -> source
         self.next_id = self.clock = self.generations = 0

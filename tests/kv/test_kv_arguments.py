@@ -99,7 +99,7 @@ def test_counts_of_tokens() -> None:
                 call(0, bad)
     assert manager.append_tokens(0, np.int64(2)) == [0, 1]
     assert type(manager.sequences[0].sequence_length) is int
-    with pytest.raises(OutOfBlocksError, match="needs 4 blocks, but 3 are free and 0 idle of 4; .*num_blocks"):
+    with pytest.raises(OutOfBlocksError, match=r"needs 4 blocks, but 3 are free and 0 idle of 4; .*num_blocks"):
         manager.append_tokens(0, 15)
     assert manager.sequences[0].sequence_length == 2
     assert manager.append_tokens(0, 14)[-1] == 15

@@ -11,7 +11,7 @@ from minipaged.kv import KVBlockManager
 
 
 def run(manager: KVBlockManager, seq_id: int, tokens: list[int], new_tokens: int = 0) -> int:
-    """A whole request that generates `new_tokens` zeros; returns its cached tokens. The last token's K/V is never written."""
+    """A whole request that generates `new_tokens` zeros (the last one's K/V is never written); its cached tokens."""
     state = manager.create_sequence_from_prefix(seq_id, tokens)
     cached = state.sequence_length
     manager.append_tokens(seq_id, len(tokens) - cached)

@@ -60,7 +60,12 @@ def test_salts_isolate_tenants() -> None:
     manager = KVBlockManager(16, 4, enable_prefix_caching=True)
     tokens = list(range(9))
     cached_chain(manager, 0, tokens, salt="a")
-    assert manager.match_prefix(tokens) == manager.match_prefix(tokens, salt="b") == manager.match_prefix(tokens, salt="") == 0
+    assert (
+        manager.match_prefix(tokens)
+        == manager.match_prefix(tokens, salt="b")
+        == manager.match_prefix(tokens, salt="")
+        == 0
+    )
     assert manager.match_prefix(tokens, salt="a") == 8
     manager.create_sequence(1, salt="b")
     manager.append_tokens(1, 9)
