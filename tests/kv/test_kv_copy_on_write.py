@@ -87,7 +87,7 @@ def test_a_destination_freed_and_taken_again_occurs_once() -> None:
 
 
 def test_a_released_source_is_no_destination_until_its_copies_ran() -> None:
-    """Blocks 0 (A's and B's) and 3 (C's and D's) are shared and partial. B copies 0, A goes: 0 is free, yet a source."""
+    """Blocks 0 (A's and B's) and 3 (C's and D's) are shared and partial. B copies 0, A goes: 0 is free, a source."""
     manager = KVBlockManager(4, 4, free_order=[0, 3, 1, 2])
     for first, second in ((0, 1), (2, 3)):
         manager.create_sequence(first)
