@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,9 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             logging.basicConfig(
                 level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
             )
+            warnings.showwarning = lambda message, *_: typer.echo(
+                f"warning: {message}", err=True
+            )  # a line, not a source
             dicts = {name: {f.name: given.pop(f.name) for f in group} for name, group in groups.items()}
             with readable_errors(debug=given.pop("debug")):
                 command(**given, **dicts)
