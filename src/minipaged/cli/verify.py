@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-EXAMPLE = """Example: minipaged verify ./Qwen3-0.6B --determinism --html report.html"""
+EXAMPLE = "Example: minipaged verify ./Qwen3-0.6B --determinism --html report.html"
 
 
 def register(app: typer.Typer) -> None:
@@ -16,21 +16,30 @@ def register(app: typer.Typer) -> None:
     app.command("verify", epilog=EXAMPLE)(verify)
 
 
-# typer reads the annotations at run time, and `X | None` in them needs typer's newer releases: Optional works in all.
 def verify(
-    model: Annotated[Optional[str], typer.Argument(help="Folder or Hub id; the bundled demo model if left out.")] = None,  # noqa: UP045
-    revision: Annotated[Optional[str], typer.Option(help="Branch, tag or commit of a Hub id.")] = None,  # noqa: UP045
-    backend: Annotated[Optional[str], typer.Option(help="reference, cpu, torch or triton; the best one here if left out.")] = None,  # noqa: UP045
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; bfloat16 is judged against Hugging Face's own bfloat16 error.")] = "float32",
+    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if left out.")] = None,
+    *,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="reference, cpu, torch or triton; the best one here if left out.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32 or bfloat16; bfloat16 is judged against Hugging Face's own bfloat16 error.")
+    ] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     block_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens per KV cache block.")] = 16,
-    threads: Annotated[Optional[int], typer.Option(min=1, help="Compute threads.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to compare after each prompt.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the block placement, and of the prompts where there is no tokenizer.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the block placement, and of the prompts where there is no tokenizer.")
+    ] = 0,
     determinism: Annotated[
-        bool, typer.Option("--determinism", help="Also compute the same tokens in other ways and compare the logits bit by bit.")
+        bool,
+        typer.Option(
+            "--determinism", help="Also compute the same tokens in other ways and compare the logits bit by bit."
+        ),
     ] = False,
-    html: Annotated[Optional[Path], typer.Option(dir_okay=False, help="Write a self-contained report with plots.")] = None,  # noqa: UP045
+    html: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a self-contained report with plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Compare a model with Hugging Face: every operation of every layer, then logits and greedy tokens.

@@ -1,33 +1,34 @@
 """Greedy decoding through the real engine, with a teacher in front of the runner.
 
-The runner computes and samples as always; the teacher notes what it chose and from which logits, and then hands the engine the
-scripted token. So every step is a real one (scheduler, block manager, batch metadata, sampler), all requests run as one batch,
-and one near tie does not change what the following tokens are compared with.
+The runner computes and samples as always; the teacher notes what it chose and from which logits, and then hands the
+engine the scripted token. So every step is a real one (scheduler, block manager, batch metadata, sampler), all
+requests run as one batch, and one near tie does not change what the following tokens are compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import Runner, SampledToken, StepPlan, StepResult
+from minipaged.engine.runner import ModelRunner
+from minipaged.engine.sampler import Sampler
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.stats import EngineStats
-from minipaged.kv import KVBlockManager
+from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.verify.observe import LogitsTap, observed
 
 if TYPE_CHECKING:
     from minipaged.model.qwen3 import Qwen3Model
 
 Prompt = tuple[int, ...]
-RunnerFactory = Callable[[int, int, int], Runner]
-"""(number of blocks, block size, most tokens per step) -> a runner with caches of that geometry on the loaded model."""
 
 
 NO_TOKEN = -1
@@ -39,7 +40,8 @@ class DecodeError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One token of one request: what our sampler chose (NO_TOKEN if it could not), and the logits [V] it chose from (float32, CPU)."""
+    """One token of one request: what our sampler chose (NO_TOKEN if it could not), and the logits [V] it chose from
+    (float32, CPU)."""
 
     token: int
     logits: Tensor
@@ -47,7 +49,8 @@ class Taken:
 
 @dataclass(slots=True)
 class Teacher:
-    """A `Runner` around `inner`. scripts: prompt -> the tokens that follow it; a prompt without a script goes its own way.
+    """A `Runner` around `inner`. scripts: prompt -> the tokens that follow it; a prompt without a script goes its
+    own way.
 
     `taken[prompt]` fills up token by token; `steps[prompt]` counts the steps that computed any of it.
     """
@@ -84,7 +87,8 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How an engine for one run is set up; the defaults are the plain case: big pool, whole prompts, no prefix cache."""
+    """How an engine for one run is set up; the defaults are the plain case: big pool, whole prompts, no prefix
+    cache."""
 
     block_size: int = 16
     num_blocks: int | None = None  # None = enough for everything at once
@@ -102,7 +106,6 @@ class Outcome:
 
 def run(
     model: Qwen3Model,
-    make_runner: RunnerFactory,
     prompts: Sequence[Prompt],
     num_tokens: int,
     *,
@@ -113,17 +116,16 @@ def run(
 ) -> Outcome:
     """Decode `num_tokens` greedily after each prompt, all in one engine.
 
-    stagger: steps between the arrivals of two requests, so that prefills meet decodes. repeat: run the whole set that many times in
-    the same engine and report the last time (a prefix cache is warm then).
+    stagger: steps between the arrivals of two requests, so that prefills meet decodes. repeat: run the whole set
+    that many times in the same engine and report the last time (a prefix cache is warm then).
     """
-    blocks = setting.num_blocks or sum(-(-(len(prompt) + num_tokens) // setting.block_size) for prompt in prompts) + 1
-    manager = KVBlockManager(
-        blocks, setting.block_size, enable_prefix_caching=setting.prefix_caching, free_order=setting.free_order
-    )
-    budget = min(setting.max_num_batched_tokens, max(1, sum(map(len, prompts))))
-    teacher = Teacher(make_runner(blocks, setting.block_size, budget), model, scripts or {})
+    manager, runner = _pool_and_runner(model, prompts, num_tokens, setting)
+    teacher = Teacher(runner, model, scripts or {})
     config = EngineConfig(
-        max_num_seqs=len(prompts), max_num_batched_tokens=budget, vocab_size=model.config.vocab_size, check_invariants=True
+        max_num_seqs=len(prompts),
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        vocab_size=model.config.vocab_size,
+        check_invariants=True,
     )
     engine = Engine(teacher, manager, config)
     greedy = SamplingParams(
@@ -146,6 +148,35 @@ def run(
                 if output.finished and output.outputs[0].finish_reason != "length":
                     raise DecodeError(f"request {output.request_id} ended early: {output.outputs[0].error}")
     return Outcome(dict(teacher.taken), dict(teacher.steps), engine.stats())
+
+
+def _pool_and_runner(
+    model: Qwen3Model, prompts: Sequence[Prompt], num_tokens: int, setting: Setting
+) -> tuple[KVBlockManager, ModelRunner]:
+    """A pool of the setting's geometry, full of NaN, and a runner on it."""
+    size = setting.block_size
+    longest = max(map(len, prompts)) + num_tokens
+    blocks = setting.num_blocks or sum(-(-(len(prompt) + num_tokens) // size) for prompt in prompts) + 1
+    metadata = BatchMetadata(
+        max_tokens=min(setting.max_num_batched_tokens, longest * len(prompts)),
+        max_seqs=len(prompts),
+        max_blocks=-(-longest // size),
+        block_size=size,
+        num_slots=blocks * size,
+        device=model.device,
+    )
+    manager = KVBlockManager(
+        blocks,
+        size,
+        enable_prefix_caching=setting.prefix_caching,
+        free_order=setting.free_order,
+        listener=metadata.tables.on_event,
+    )
+    shape = blocks, model.config.num_key_value_heads, size, model.config.head_dim
+    caches = [PagedKVCache(*shape, dtype=model.dtype, device=model.device) for _ in model.layers]
+    for cache in caches:
+        cache.fill_(float("nan"))
+    return manager, ModelRunner(model, model.backend, caches, Sampler(model.config.vocab_size), metadata)
 
 
 def logits_of(outcome: Outcome, prompt: Prompt) -> Tensor:

@@ -1,8 +1,8 @@
 """`verify --determinism`: the same requests in other company, other chunks, other places; are the logits the same bits?
 
-A back end that calls itself `batch_invariant` must give identical bits; any other must stay within `PROMISE` in float32. Every variant
-is teacher-forced with the tokens of the plain run, so that rows are compared after equal tokens, and shows by a count that it
-really took the other way; one that did not happen is a failure, not a success.
+A back end that calls itself `batch_invariant` must give identical bits; any other must stay within `PROMISE` in
+float32. Every variant is teacher-forced with the tokens of the plain run, so that rows are compared after equal
+tokens, and shows by a count that it really took the other way; one that did not happen is a failure, not a success.
 """
 
 from __future__ import annotations
@@ -19,53 +19,54 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minipaged.model.qwen3 import Qwen3Model
 from minipaged.verify.decode import Outcome, Prompt, Setting, logits_of, run
 from minipaged.verify.judge import Claim
-from minipaged.verify.load import Ours, load_ours
+from minipaged.verify.load import load_ours
 
 PROMISE = 1e-4
-"""float32: how far logits may move between ways of computing the same tokens, on back ends without equal bits (absolute)."""
+"""float32: how far logits may move between ways of computing the same tokens, on back ends without equal bits
+(absolute)."""
 
 Logits = Mapping[Prompt, Tensor]
 
 
 def check_determinism(
-    ours: Ours, prompts: Sequence[Sequence[int]], num_tokens: int, *, threads: int, seed: int = 0
+    model: Qwen3Model, folder: Path, prompts: Sequence[Sequence[int]], num_tokens: int, *, seed: int = 0
 ) -> list[Claim]:
-    """One claim per way of computing the same tokens, against each request alone; threads: what this process computes with."""
+    """One claim per way of computing the same tokens, against each request alone. `folder`: where `model` came from;
+    other thread counts are tried on it in a process of their own."""
     keys = [tuple(prompt) for prompt in prompts]
-    plain = _alone(ours, keys, num_tokens, Setting())
+    plain = _alone(model, keys, num_tokens, Setting())
     baseline = {prompt: logits_of(outcome, prompt) for prompt, outcome in plain.items()}
     scripts = {prompt: [taken.token for taken in outcome.taken[prompt]] for prompt, outcome in plain.items()}
-    limit = _limit(ours)
+    limit = _limit(model)
     return [
         _compare(name, detail, baseline, logits, evidence, limit)
         for name, detail, logits, evidence in (
-            *_variants(ours, keys, num_tokens, scripts, seed),
-            *_threads(ours, keys, scripts, threads),
+            *_variants(model, keys, num_tokens, scripts, seed),
+            *_threads(model, folder, keys, scripts),
         )
     ]
 
 
-def _limit(ours: Ours) -> float:
-    if ours.model.backend.batch_invariant:
+def _limit(model: Qwen3Model) -> float:
+    if model.backend.batch_invariant:
         return 0.0
-    return PROMISE if ours.model.dtype == torch.float32 else math.inf  # nothing is promised for bfloat16 there
+    return PROMISE if model.dtype == torch.float32 else math.inf  # nothing is promised for bfloat16 there
 
 
 Variant = tuple[str, str, Logits, str]  # claim, how, logits, evidence ("" = it did not happen)
 
 
 def _variants(
-    ours: Ours, prompts: Sequence[Prompt], num_tokens: int, scripts: Mapping[Prompt, Sequence[int]], seed: int
+    model: Qwen3Model, prompts: Sequence[Prompt], num_tokens: int, scripts: Mapping[Prompt, Sequence[int]], seed: int
 ) -> Iterator[Variant]:
     def together(setting: Setting, *, stagger: int = 0, repeat: int = 1) -> Outcome:
-        return run(
-            ours.model, ours.make_runner, prompts, num_tokens, setting=setting, scripts=scripts, stagger=stagger, repeat=repeat
-        )
+        return run(model, prompts, num_tokens, setting=setting, scripts=scripts, stagger=stagger, repeat=repeat)
 
     def alone(setting: Setting) -> dict[Prompt, Outcome]:
-        return _alone(ours, prompts, num_tokens, setting, scripts)
+        return _alone(model, prompts, num_tokens, setting, scripts)
 
     def rows(outcomes: Mapping[Prompt, Outcome]) -> Logits:
         return {prompt: logits_of(outcome, prompt) for prompt, outcome in outcomes.items()}
@@ -73,7 +74,12 @@ def _variants(
     for stagger, detail in ((0, "all requests at once"), (3, "a new request every 3 steps")):
         outcome = together(Setting(), stagger=stagger)
         happened = len(prompts) > 1
-        yield "in a batch", detail, rows(dict.fromkeys(prompts, outcome)), f"{len(prompts)} requests" if happened else ""
+        yield (
+            "in a batch",
+            detail,
+            rows(dict.fromkeys(prompts, outcome)),
+            f"{len(prompts)} requests" if happened else "",
+        )
 
     for chunk in (1, 5, 16):
         outcomes = alone(Setting(max_num_batched_tokens=chunk))
@@ -88,31 +94,43 @@ def _variants(
     blocks = 2 * sum(-(-(len(prompt) + num_tokens) // size) for prompt in prompts)
     order = random.Random(seed).sample(range(blocks), blocks)
     outcome = together(Setting(num_blocks=blocks, free_order=order))
-    yield "placement", "blocks handed out in random order", rows(dict.fromkeys(prompts, outcome)), f"first blocks {order[:3]}"
+    yield (
+        "placement",
+        "blocks handed out in random order",
+        rows(dict.fromkeys(prompts, outcome)),
+        f"first blocks {order[:3]}",
+    )
 
     outcome = together(Setting(prefix_caching=True, block_size=4), repeat=2)
     hits = outcome.stats.prefix_hit_tokens
-    yield "prefix hit", "the same prompts a second time", rows(dict.fromkeys(prompts, outcome)), f"{hits} cached tokens" if hits else ""
+    yield (
+        "prefix hit",
+        "the same prompts a second time",
+        rows(dict.fromkeys(prompts, outcome)),
+        f"{hits} cached tokens" if hits else "",
+    )
 
     # Room for the longest request alone, and for every prompt but not for what they grow to.
     needs = [-(-(len(prompt) + num_tokens - 1) // 4) for prompt in prompts]
     outcome = together(Setting(block_size=4, num_blocks=max(max(needs), sum(needs) - num_tokens // 4)))
     count = outcome.stats.preemptions
-    yield "preempted", "a pool too small for all of them", rows(dict.fromkeys(prompts, outcome)), f"{count} preemptions" if count else ""
+    yield (
+        "preempted",
+        "a pool too small for all of them",
+        rows(dict.fromkeys(prompts, outcome)),
+        f"{count} preemptions" if count else "",
+    )
 
 
 def _alone(
-    ours: Ours,
+    model: Qwen3Model,
     prompts: Sequence[Prompt],
     num_tokens: int,
     setting: Setting,
     scripts: Mapping[Prompt, Sequence[int]] | None = None,
 ) -> dict[Prompt, Outcome]:
     """Each request in an engine of its own."""
-    return {
-        prompt: run(ours.model, ours.make_runner, [prompt], num_tokens, setting=setting, scripts=scripts)
-        for prompt in prompts
-    }
+    return {prompt: run(model, [prompt], num_tokens, setting=setting, scripts=scripts) for prompt in prompts}
 
 
 def _compare(name: str, detail: str, baseline: Logits, logits: Logits, evidence: str, limit: float) -> Claim:
@@ -132,16 +150,25 @@ def _compare(name: str, detail: str, baseline: Logits, logits: Logits, evidence:
 # -- other thread counts: a process of its own, because the thread count belongs to the process
 
 
-def _threads(ours: Ours, prompts: Sequence[Prompt], scripts: Mapping[Prompt, Sequence[int]], threads: int) -> Iterator[Variant]:
-    if ours.model.device.type != "cpu":
+def _threads(
+    model: Qwen3Model, folder: Path, prompts: Sequence[Prompt], scripts: Mapping[Prompt, Sequence[int]]
+) -> Iterator[Variant]:
+    if model.device.type != "cpu":
         return
+    threads = torch.get_num_threads()
     for other in (1, 2):
         if other == threads:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "logits.pt"
+        with tempfile.TemporaryDirectory() as exchange:
+            file = Path(exchange) / "logits.pt"
             torch.save({"prompts": [(prompt, list(scripts[prompt])) for prompt in prompts]}, file)
-            arguments = [str(ours.folder), ours.model.backend.name, str(ours.model.dtype).removeprefix("torch."), str(other), str(file)]
+            arguments = [
+                str(folder),
+                model.backend.name,
+                str(model.dtype).removeprefix("torch."),
+                str(other),
+                str(file),
+            ]
             # This process's other settings hold there too; only OMP_NUM_THREADS would win over the argument.
             environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
             done = subprocess.run(
@@ -160,12 +187,13 @@ def _threads(ours: Ours, prompts: Sequence[Prompt], scripts: Mapping[Prompt, Seq
 
 
 def main(folder: str, backend: str, dtype: str, threads: str, file: str) -> None:
-    """Child process: each request alone with another thread count; prompts are read from `file`, logits written to it."""
-    ours = load_ours(Path(folder), backend=backend, dtype=dtype, threads=int(threads))
+    """Child process: each request alone with another thread count; prompts are read from `file`, logits written to
+    it."""
+    model = load_ours(Path(folder), backend=backend, dtype=dtype, threads=int(threads))
     requests = [(tuple(prompt), script) for prompt, script in torch.load(file, weights_only=True)["prompts"]]
     logits = []
     for prompt, script in requests:
-        outcome = run(ours.model, ours.make_runner, [prompt], len(script), scripts={prompt: script})
+        outcome = run(model, [prompt], len(script), scripts={prompt: script})
         logits.append(logits_of(outcome, prompt))
     torch.save({"logits": logits, "threads": torch.get_num_threads()}, file)
 

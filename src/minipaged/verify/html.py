@@ -15,13 +15,16 @@ from minipaged.verify.report import COLUMNS, column_cells
 
 STYLE = """
 :root { --ink: #1b1f24; --soft: #5b6470; --line: #d5dae1; --page: #ffffff; --good: #18794e; --bad: #c62a2f;
-  --c0: #1f6feb; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #be185d; --c5: #0e7490; --c6: #a16207; --c7: #4b5563; }
+  --c0: #1f6feb; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #be185d; --c5: #0e7490; --c6: #a16207; --c7:
+  #4b5563; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ee; --soft: #9aa4b1; --line: #343b45; --page: #14171b; --good: #4cc38a; --bad: #ff6369;
-    --c0: #6cb0ff; --c1: #ff9a5c; --c2: #63d297; --c3: #c99bff; --c4: #ff8cc6; --c5: #5fd0e6; --c6: #e5c15a; --c7: #b4bcc8; }
+    --c0: #6cb0ff; --c1: #ff9a5c; --c2: #63d297; --c3: #c99bff; --c4: #ff8cc6; --c5: #5fd0e6; --c6: #e5c15a; --c7:
+    #b4bcc8; }
 }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+  max-width: 980px; margin:
+2rem auto; padding: 0 1rem; } h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: right; }
 th:first-child, td:first-child, .text th, .text td { text-align: left; }
@@ -47,7 +50,8 @@ def render(report: Report) -> str:
     sections = [
         f"<h1>minipaged verify: {state}</h1>",
         f"<p>{escape(report.model)}: {report.num_layers} layers, back end {escape(report.backend)}, {report.dtype}, "
-        f"block size {report.block_size}, against Hugging Face eager attention in float32; {len(report.tokens)} tokens compared, "
+        f"block size {report.block_size}, against Hugging Face eager attention in float32; "
+        f"{len(report.tokens)} tokens compared, "
         f"{len(report.near_ties)} near ties, {len(report.bugs)} bugs, {report.seconds:.1f} s.</p>",
         _bugs(report),
         *(_layers(report) if report.ops else []),
@@ -59,7 +63,8 @@ def render(report: Report) -> str:
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
         f"<title>minipaged verify: {escape(report.model)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
@@ -88,10 +93,14 @@ def _layers(report: Report) -> list[str]:
             for column, (_, values) in zip(COLUMNS, series, strict=True)
         ]
         rows.append([str(layer), *marked])
-    what = "largest error of a token, relative to that token's result" if limit else "error relative to the result (RMS)"
+    what = (
+        "largest error of a token, relative to that token's result" if limit else "error relative to the result (RMS)"
+    )
     return [
         "<h2>Error per layer</h2>",
-        f'<p class="soft">{what}; logarithmic; the dashed line is the limit</p>' if limit else f'<p class="soft">{what}; logarithmic</p>',
+        f'<p class="soft">{what}; logarithmic; the dashed line is the limit</p>'
+        if limit
+        else f'<p class="soft">{what}; logarithmic</p>',
         plot(series, layers, "layer", limit),
         _table(rows, header=True, raw=True),
     ]
@@ -110,8 +119,12 @@ def _positions(report: Report) -> list[str]:
             for token, value in zip(result.tokens, result.figures.relative_per_token, strict=True):
                 if offset <= token < offset + len(prompt):
                     worst[token - offset] = max(worst[token - offset], value)
-        logits = list(report.prompt_logits.relative_per_token[offset : offset + len(prompt)]) if report.prompt_logits else []
-        logits = logits[: len(prompt) - 1] if generated else logits  # the last prompt position is the first generated token's
+        logits = (
+            list(report.prompt_logits.relative_per_token[offset : offset + len(prompt)]) if report.prompt_logits else []
+        )
+        logits = (
+            logits[: len(prompt) - 1] if generated else logits
+        )  # the last prompt position is the first generated token's
         logits += [token.relative for token in generated]
         offset += len(prompt)
         parts += [
@@ -161,7 +174,8 @@ def _claims(report: Report) -> list[str]:
 
 
 def plot(series: Sequence[Series], xs: Sequence[int], x_label: str, limit: float | None) -> str:
-    """Errors (y, logarithmic) over integers (x), one line each, as an SVG element. Zero is drawn at the bottom, infinity at the top."""
+    """Errors (y, logarithmic) over integers (x), one line each, as an SVG element. Zero is drawn at the bottom,
+    infinity at the top."""
     values = [min(max(value, FLOOR), CEILING) for _, ys in series for value in ys]
     low = math.floor(math.log10(min([*values, limit or CEILING])))
     high = max(math.ceil(math.log10(max([*values, limit or FLOOR]))), low + 1)
@@ -181,7 +195,9 @@ def plot(series: Sequence[Series], xs: Sequence[int], x_label: str, limit: float
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
     for index in range(0, len(xs), max(1, len(xs) // 12)):
         parts.append(f'<text x="{x_of(index):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{xs[index]}</text>')
-    parts.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+    parts.append(
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>'
+    )
     if limit is not None:
         y = y_of(limit)
         parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -191,8 +207,8 @@ def plot(series: Sequence[Series], xs: Sequence[int], x_label: str, limit: float
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escape(name)}, {escape(x_label)} {xs[index]}: '
-            f"{_figure(ys[index])}</title></circle>"
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escape(name)}, {escape(x_label)} '
+            f"{xs[index]}: {_figure(ys[index])}</title></circle>"
             for index, (x, y) in enumerate(points)
         ]
         y = TOP + 10 + 17 * number

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 OP_TOLERANCE = 1e-4
-"""float32: how far one operation, fed Hugging Face's own inputs, may be from its result: max |difference| of a token over the
-largest magnitude of that token's result. Summation order alone costs about 1e-6."""
+"""float32: how far one operation, fed Hugging Face's own inputs, may be from its result: max |difference| of a token
+over the largest magnitude of that token's result. Summation order alone costs about 1e-6."""
 LOGIT_TOLERANCE = 3e-4
 """float32: the same figure for logits after all layers, where the differences of every layer have added up."""
 NEAR_TIE_MARGIN = 1e-3
@@ -20,8 +20,8 @@ NEAR_TIE_MARGIN = 1e-3
 BFLOAT16_RATIO = 1.5
 """bfloat16: our error against Hugging Face in float32 may be this many times that of Hugging Face in bfloat16."""
 BFLOAT16_FLOOR = 2.0**-12
-"""bfloat16: relative errors below this (an eighth of the type's rounding step) are no evidence, whatever the ratio: Hugging Face's own
-error is exactly zero where it computes in float32."""
+"""bfloat16: relative errors below this (an eighth of the type's rounding step) are no evidence, whatever the ratio:
+Hugging Face's own error is exactly zero where it computes in float32."""
 
 Path = Literal["prefill", "chunk", "decode"]
 Verdict = Literal["equal", "near tie", "bug"]
@@ -29,7 +29,8 @@ Verdict = Literal["equal", "near tie", "bug"]
 
 @dataclass(frozen=True, slots=True)
 class ErrorFigures:
-    """How far a tensor [T, n] is from its reference; NaN or infinity where only one side has it counts as infinite error."""
+    """How far a tensor [T, n] is from its reference; NaN or infinity where only one side has it counts as infinite
+    error."""
 
     max_abs: float
     relative_per_token: tuple[float, ...]
@@ -192,7 +193,8 @@ class Report:
 
     @property
     def bugs(self) -> list[Bug]:
-        """Wrong operations in execution order, then logits, tokens and broken promises. The first one is the place to look."""
+        """Wrong operations in execution order, then logits, tokens and broken promises. The first one is the place
+        to look."""
         return [
             *self._op_bugs(),
             *self.other_bugs,
@@ -225,7 +227,8 @@ class Report:
         return not self.bugs
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object of `--json`: the fixed keys first, details after them; figures that are not finite are null."""
+        """The JSON object of `--json`: the fixed keys first, details after them; figures that are not finite are
+        null."""
         return {
             "passed": self.passed,
             "layers": self.num_layers,
@@ -297,7 +300,10 @@ def _token_bug(token: TokenResult) -> Bug:
         if token.chosen != token.expected
         else "same token"
     )
-    message = f"prompt {token.prompt}, position {token.position}: {what}; logits off by {token.max_abs:.1e} ({token.relative:.1e} relative)"
+    message = (
+        f"prompt {token.prompt}, position {token.position}: {what}; "
+        f"logits off by {token.max_abs:.1e} ({token.relative:.1e} relative)"
+    )
     return Bug("token", message, prompt=token.prompt, position=token.position)
 
 
@@ -306,6 +312,6 @@ def _claim_bug(claim: Claim) -> Bug:
         return Bug("determinism", f"{claim.name}: nothing could be compared")
     return Bug(
         "determinism",
-        f"{claim.name} ({claim.detail}): {claim.rows_compared - claim.rows_identical} of {claim.rows_compared} rows of logits differ, "
-        f"by up to {claim.max_abs:.1e} (allowed {claim.limit:.0e})",
+        f"{claim.name} ({claim.detail}): {claim.rows_compared - claim.rows_identical} of {claim.rows_compared} rows of "
+        f"logits differ, by up to {claim.max_abs:.1e} (allowed {claim.limit:.0e})",
     )

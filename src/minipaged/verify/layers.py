@@ -1,7 +1,7 @@
 """The layer-by-layer comparison: three ways through the engine, each operation beside Hugging Face's.
 
-The K/V of a few prompts goes through a block manager with a shuffled pool, so that neither block tables nor slots are in
-order, and everything that was not written is NaN.
+The K/V of a few prompts goes through a block manager with a shuffled pool, so that neither block tables nor slots
+are in order, and everything that was not written is NaN.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def compare_layers(
 ) -> tuple[list[OpResult], ErrorFigures]:
     """Every operation of every layer against `reference`, and the error of the logits that the whole model computes.
 
-    "prefill" computes all tokens of all prompts in one step (attention for every query), "chunk" the second half of each behind a
-    cached first half, "decode" the last token of each alone (attention for the last query). In float32 each operation is fed Hugging
-    Face's inputs. With `peer`, Hugging Face's own run in bfloat16, errors add up freely on both sides and the bfloat16 rule judges.
+    "prefill" computes all tokens of all prompts in one step (attention for every query), "chunk" the second half of
+    each behind a cached first half, "decode" the last token of each alone (attention for the last query). In float32
+    each operation is fed Hugging Face's inputs. With `peer`, Hugging Face's own run in bfloat16, errors add up
+    freely on both sides and the bfloat16 rule judges.
     """
     force = peer is None
     pool = _Pool(model, reference.prompts, block_size, seed)
@@ -54,7 +55,8 @@ def compare_layers(
 
 
 def _peer_figures(peer: Trace | None, reference: Trace, layer: int, op: str, tokens: Tensor) -> ErrorFigures | None:
-    """Hugging Face's bfloat16 error, of these tokens or of all, whichever is larger: two tokens alone are a small sample."""
+    """Hugging Face's bfloat16 error, of these tokens or of all, whichever is larger: two tokens alone are a small
+    sample."""
     if peer is None or op == "kv_write":  # a copy is right or wrong in any precision
         return None
     if op == "logits":
@@ -69,7 +71,9 @@ class _Pool:
 
     def __init__(self, model: Qwen3Model, prompts: Sequence[Sequence[int]], block_size: int, seed: int) -> None:
         config, self._device = model.config, model.device
-        num_blocks = 2 * sum(-(-len(prompt) // block_size) for prompt in prompts) + 1  # half of it stays unused, and NaN
+        num_blocks = (
+            2 * sum(-(-len(prompt) // block_size) for prompt in prompts) + 1
+        )  # half of it stays unused, and NaN
         order = list(range(num_blocks))
         random.Random(seed).shuffle(order)
         self._manager = KVBlockManager(num_blocks, block_size, free_order=order)
@@ -88,7 +92,8 @@ class _Pool:
             cache.fill_(float("nan"))
 
     def batch(self, spans: Sequence[Span]) -> tuple[AttentionBatch, Tensor]:
-        """A step that computes positions `start : end` of each prompt, everything before being cached; and which tokens of the trace these are."""
+        """A step that computes positions `start : end` of each prompt, everything before being cached; and which
+        tokens of the trace these are."""
         positions = [position for span in spans for position in range(*span)]
         slots = [self._manager.slot_of(i, position) for i, span in enumerate(spans) for position in range(*span)]
         tokens = [self._starts[i] + position for i, span in enumerate(spans) for position in range(*span)]

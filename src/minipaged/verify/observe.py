@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,57 +33,29 @@ class PassThrough(Backend):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)  # whatever a back end offers beyond the interface
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
-        return self.inner.pack_linear(weight, bias, gated=gated)
+    def pack_linear(self, *args: Any, **options: Any) -> PackedLinear:
+        return self.inner.pack_linear(*args, **options)
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return self.inner.plan(batch)
+    def linear(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.linear(*args, **options)
 
-    def copy_blocks(self, caches: Sequence[PagedKVCache], pairs: Sequence[tuple[int, int]]) -> None:
-        self.inner.copy_blocks(caches, pairs)
+    def embed(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.embed(*args, **options)
 
-    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        return self.inner.embed(token_ids, w, out=out)
+    def rms_norm(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.rms_norm(*args, **options)
 
-    def linear(
-        self,
-        x: Tensor,
-        w: PackedLinear,
-        *,
-        norm: RMSNorm | None = None,
-        residual: Tensor | None = None,
-        act: Literal["silu_mul"] | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self.inner.linear(x, w, norm=norm, residual=residual, act=act, out=out)
+    def qk_norm_rope_write(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.qk_norm_rope_write(*args, **options)
 
-    def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
-        return self.inner.rms_norm(x, norm, out=out)
+    def plan(self, *args: Any, **options: Any) -> AttentionPlan:
+        return self.inner.plan(*args, **options)
 
-    def qk_norm_rope_write(
-        self,
-        qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self.inner.qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out)
+    def attention(self, *args: Any, **options: Any) -> Tensor:
+        return self.inner.attention(*args, **options)
 
-    def attention(
-        self,
-        query: Tensor,
-        cache: PagedKVCache,
-        plan: AttentionPlan,
-        *,
-        scale: float | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        return self.inner.attention(query, cache, plan, scale=scale, out=out)
+    def copy_blocks(self, *args: Any, **options: Any) -> None:
+        self.inner.copy_blocks(*args, **options)
 
 
 @contextmanager
@@ -126,9 +98,7 @@ class LayerObserver(PassThrough):
     `figures[layer, op]` are the errors, in order of execution.
     """
 
-    def __init__(
-        self, model: Qwen3Model, trace: Trace, batch: AttentionBatch, tokens: Tensor, *, force: bool
-    ) -> None:
+    def __init__(self, model: Qwen3Model, trace: Trace, batch: AttentionBatch, tokens: Tensor, *, force: bool) -> None:
         super().__init__(model.backend)
         self._trace, self._batch, self._tokens, self._force = trace, batch, tokens, force
         self._layer = 0
@@ -151,7 +121,8 @@ class LayerObserver(PassThrough):
         return self._trace.values[self._layer if layer is None else layer, name][self._tokens]
 
     def _see(self, op: str, ours: Tensor, *, rows: Tensor | None = None, layer: int | None = None) -> None:
-        """Record the error of `op`; rows that are not in the mask `rows` were lost before and are not this operation's fault."""
+        """Record the error of `op`; rows that are not in the mask `rows` were lost before and are not this
+        operation's fault."""
         key = self._layer if layer is None else layer, op
         reference = self._reference(op, layer)
         if rows is not None:
@@ -172,8 +143,9 @@ class LayerObserver(PassThrough):
 
     def linear(self, x: Tensor, w: PackedLinear, **options: Any) -> Tensor:
         self._layer, stage = self._stages[id(w)]
-        if options.get("norm") is not None:  # fused into the projection: the norm alone first
-            self._see(NORM_BEFORE[stage], self.inner.rms_norm(x, options.get("norm")))
+        norm: RMSNorm | None = options.get("norm")
+        if norm is not None:  # fused into the projection: the norm alone first
+            self._see(NORM_BEFORE[stage], self.inner.rms_norm(x, norm))
         if options.get("residual") is not None:  # likewise the product without the residual, which could hide its error
             self._see(PRODUCT[stage], self.inner.linear(x, w))
         result = self.inner.linear(x, w, **options)
@@ -182,7 +154,7 @@ class LayerObserver(PassThrough):
         elif stage == "qkv":
             names = ("q_proj", "k_proj", "v_proj")
             widths = [self._reference(name).shape[1] for name in names]
-            for name, part in zip(names, result.split(widths, dim=-1), strict=True):
+            for name, part in zip(names, torch.split(result, widths, dim=-1), strict=True):
                 self._see(name, part)
                 self._forced(name, part)
         else:
@@ -228,9 +200,7 @@ class LayerObserver(PassThrough):
         self.figures[self._layer, "kv_write"] = _write_figures(arrived, bool(stray))
         self._forced("q_rope", result)
         if self._force:
-            for pool, old, name in zip(
-                (cache.key_cache, cache.value_cache), before, ("k_rope", "v_proj"), strict=True
-            ):
+            for pool, old, name in zip((cache.key_cache, cache.value_cache), before, ("k_rope", "v_proj"), strict=True):
                 pool.copy_(old)
                 _scatter(pool, slot_mapping, self._reference(name))
         return result
@@ -276,7 +246,8 @@ def _changed_slots(cache: PagedKVCache, before: Sequence[Tensor]) -> set[int]:
 
 
 def _write_figures(arrived: Tensor, stray: bool) -> ErrorFigures:
-    """A write is right or wrong: infinite for tokens whose K/V is not where their block table says, and for a write to a foreign slot."""
+    """A write is right or wrong: infinite for tokens whose K/V is not where their block table says, and for a write
+    to a foreign slot."""
     lost = tuple(0.0 if ok else math.inf for ok in arrived.tolist())
     if stray and not any(lost):
         lost = (math.inf,) * len(lost)  # which of them went astray cannot be told

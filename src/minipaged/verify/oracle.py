@@ -40,7 +40,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class GreedyPath:
-    """One prompt and its greedy continuation: tokens [n], the logits each was taken from [n, V], top-1/top-2 margins [n]."""
+    """One prompt and its greedy continuation: tokens [n], the logits each was taken from [n, V], top-1/top-2 margins
+    [n]."""
 
     prompt: list[int]
     tokens: list[int]
@@ -50,7 +51,8 @@ class GreedyPath:
 
 @contextmanager
 def hf_model(folder: Path, dtype: torch.dtype) -> Iterator[Any]:
-    """Hugging Face's model of a folder on the CPU, eager attention, evaluation mode; its memory is given back on exit."""
+    """Hugging Face's model of a folder on the CPU, eager attention, evaluation mode; its memory is given back on
+    exit."""
     import transformers
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -137,8 +139,9 @@ def _recording(model: Any, records: dict[tuple[int, str], list[Tensor]]) -> Iter
         handles += [module.register_forward_hook(on_output(index, name)) for name, module in outputs.items()]
         handles += [module.register_forward_pre_hook(on_input(index, name)) for name, module in inputs.items()]
 
-    # Rotated queries and keys leave no module, but Hugging Face hands them to its eager attention function: listen there.
-    modeling = sys.modules[type(layers[0].self_attn).__module__]
+    # Rotated queries and keys leave no module, but Hugging Face hands them to its eager attention function: listen
+    # there.
+    modeling: Any = sys.modules[type(layers[0].self_attn).__module__]
     eager = modeling.eager_attention_forward
 
     def listening(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +159,8 @@ def _recording(model: Any, records: dict[tuple[int, str], list[Tensor]]) -> Iter
 
 
 def greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> GreedyPath:
-    """Hugging Face's greedy continuation, one token at a time through its own cache; end-of-text tokens do not stop it."""
+    """Hugging Face's greedy continuation, one token at a time through its own cache; end-of-text tokens do not stop
+    it."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

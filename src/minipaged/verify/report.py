@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
 
 from rich.console import Console
 from rich.markup import escape
@@ -103,13 +103,14 @@ def _cell(results: list[OpResult]) -> str:
 
 
 def _token_line(report: Report) -> str:
-    count: Callable[[str], int] = [token.verdict for token in report.tokens].count
+    count = Counter(token.verdict for token in report.tokens)
     clear = sum(token.margin > NEAR_TIE_MARGIN for token in report.tokens)
     worst = max(token.max_abs for token in report.tokens)
     smallest = min(token.margin for token in report.tokens)
     return (
-        f"Greedy decoding: {len(report.tokens)} tokens compared ({clear} with a margin above {NEAR_TIE_MARGIN:g}, smallest {smallest:.1e}): "
-        f"{count('equal')} equal, {count('near tie')} near ties, {count('bug')} bugs; logits off by at most {worst:.1e}"
+        f"Greedy decoding: {len(report.tokens)} tokens compared ({clear} with a margin above {NEAR_TIE_MARGIN:g}, smallest "
+        f"{smallest:.1e}): {count['equal']} equal, {count['near tie']} near ties, {count['bug']} bugs; "
+        f"logits off by at most {worst:.1e}"
     )
 
 

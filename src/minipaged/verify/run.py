@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from minipaged.model.config import ModelConfig
+from minipaged.model.qwen3 import Qwen3Model
 from minipaged.verify.decode import DecodeError, Setting, run
 from minipaged.verify.determinism import check_determinism
 from minipaged.verify.judge import (
@@ -25,11 +26,11 @@ from minipaged.verify.judge import (
     measure,
 )
 from minipaged.verify.layers import compare_layers
-from minipaged.verify.load import Ours, load_ours
+from minipaged.verify.load import load_ours
 from minipaged.verify.oracle import GreedyPath, Trace, follow, greedy, hf_model, trace
 
 TEXTS = (
-    "ROMEO:\nHe jests at scars that never felt a wound.\nBut, soft! what light through yonder window breaks?\nIt is the",
+    "ROMEO:\nHe jests at scars that never felt a wound.\nBut, soft! what light through yonder window breaks?\nIt",
     "The translation lookaside buffer keeps the most recent page table entries, so that",
 )
 RANDOM_PROMPT_TOKENS = (37, 21)  # not multiples of any usual block size
@@ -51,13 +52,13 @@ def verify_model(
 ) -> Report:
     """Run every comparison on the model in `folder` (config.json and safetensors; a tokenizer is used if there is one).
 
-    dtype: "float32" (each operation on Hugging Face's own inputs, `OP_TOLERANCE`) or "bfloat16" (our errors against Hugging Face in
-    float32 at most `BFLOAT16_RATIO` times those of Hugging Face in bfloat16). num_tokens: greedy tokens per prompt. prompts: token ids;
-    None = two texts, or two random prompts without a tokenizer. determinism: also compute the same tokens in other ways.
-    progress: told what is being done.
+    dtype: "float32" (each operation on Hugging Face's own inputs, `OP_TOLERANCE`) or "bfloat16" (our errors against
+    Hugging Face in float32 at most `BFLOAT16_RATIO` times those of Hugging Face in bfloat16). num_tokens: greedy
+    tokens per prompt. prompts: token ids; None = two texts, or two random prompts without a tokenizer. determinism:
+    also compute the same tokens in other ways. progress: told what is being done.
 
-    Whatever is wrong with the engine's results is in the report; exceptions are about the request: ValueError for another dtype,
-    a prompt outside the vocabulary, or a context too short, and what loading raises.
+    Whatever is wrong with the engine's results is in the report; exceptions are about the request: ValueError for
+    another dtype, a prompt outside the vocabulary, or a context too short, and what loading raises.
     """
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"verify judges float32 and bfloat16, not dtype {dtype!r}")
@@ -66,38 +67,38 @@ def verify_model(
     prompts, num_tokens = _fit(prompts, num_tokens, config, folder, seed)
 
     progress("Hugging Face, float32")
-    with hf_model(folder, torch.float32) as model:
-        reference = trace(model, prompts)
-        paths = [greedy(model, prompt, num_tokens) for prompt in prompts]
+    with hf_model(folder, torch.float32) as hf:
+        reference = trace(hf, prompts)
+        paths = [greedy(hf, prompt, num_tokens) for prompt in prompts]
     peer: Trace | None = None
     peer_paths: list[GreedyPath] = []
     if dtype == "bfloat16":
         progress("Hugging Face, bfloat16")
-        with hf_model(folder, torch.bfloat16) as model:
-            peer = trace(model, prompts)
-            peer_paths = [follow(model, path) for path in paths]
+        with hf_model(folder, torch.bfloat16) as hf:
+            peer = trace(hf, prompts)
+            peer_paths = [follow(hf, path) for path in paths]
 
     progress("loading the model")
-    ours = load_ours(folder, backend=backend, dtype=dtype, device=device, threads=threads)
+    model = load_ours(folder, backend=backend, dtype=dtype, device=device, threads=threads)
     report = Report(
         model=str(folder),
-        backend=ours.model.backend.name,
+        backend=model.backend.name,
         dtype=dtype,
         num_layers=config.num_hidden_layers,
         block_size=block_size,
         prompts=[list(prompt) for prompt in prompts],
-        machine=describe_machine(ours),
+        machine=describe_machine(model),
         versions=describe_versions(),
     )
     progress("layer by layer")
-    report.ops, report.prompt_logits = compare_layers(ours.model, reference, block_size=block_size, peer=peer, seed=seed)
+    report.ops, report.prompt_logits = compare_layers(model, reference, block_size=block_size, peer=peer, seed=seed)
     report.other_bugs += _judge_prompt_logits(report.prompt_logits, reference, peer)
     progress("greedy tokens")
     try:
-        report.tokens = compare_tokens(ours, paths, peer_paths, block_size=block_size, seed=seed)
+        report.tokens = compare_tokens(model, paths, peer_paths, block_size=block_size, seed=seed)
         if determinism:
             progress("determinism")
-            report.claims = check_determinism(ours, prompts, num_tokens, threads=torch.get_num_threads(), seed=seed)
+            report.claims = check_determinism(model, folder, prompts, num_tokens, seed=seed)
     except DecodeError as error:
         report.other_bugs.append(Bug("token", str(error)))
     report.seconds = time.monotonic() - started
@@ -105,19 +106,19 @@ def verify_model(
 
 
 def compare_tokens(
-    ours: Ours, paths: Sequence[GreedyPath], peers: Sequence[GreedyPath], *, block_size: int, seed: int
+    model: Qwen3Model, paths: Sequence[GreedyPath], peers: Sequence[GreedyPath], *, block_size: int, seed: int
 ) -> list[TokenResult]:
     """All paths as one batch through the engine, blocks handed out in random order; every token is judged.
 
-    peers: Hugging Face in bfloat16 along the same tokens, for the bfloat16 rule: an error of e moves the difference of two logits by
-    up to 2 e, so a margin below twice the allowed error decides nothing.
+    peers: Hugging Face in bfloat16 along the same tokens, for the bfloat16 rule: an error of e moves the difference
+    of two logits by up to 2 e, so a margin below twice the allowed error decides nothing.
     """
     num_tokens = len(paths[0].tokens)
     blocks = 2 * sum(-(-(len(path.prompt) + num_tokens) // block_size) for path in paths)
     order = random.Random(seed).sample(range(blocks), blocks)
     setting = Setting(block_size=block_size, num_blocks=blocks, free_order=order, max_num_batched_tokens=24)
     scripts = {tuple(path.prompt): path.tokens for path in paths}
-    outcome = run(ours.model, ours.make_runner, list(scripts), num_tokens, setting=setting, scripts=scripts)
+    outcome = run(model, list(scripts), num_tokens, setting=setting, scripts=scripts)
 
     margin_limit, error_limit = NEAR_TIE_MARGIN, LOGIT_TOLERANCE
     if peers:
@@ -166,7 +167,9 @@ def _fit(
         raise ValueError(f"token id {wrong[0]} of a prompt is outside the vocabulary of {config.vocab_size}")
     longest = max(map(len, chosen))
     if longest + num_tokens > context:
-        raise ValueError(f"a prompt of {longest} tokens and {num_tokens} new ones exceed the model's context of {context}")
+        raise ValueError(
+            f"a prompt of {longest} tokens and {num_tokens} new ones exceed the model's context of {context}"
+        )
     return chosen, num_tokens
 
 
@@ -181,16 +184,16 @@ def _default_prompts(config: ModelConfig, folder: Path, seed: int) -> list[list[
     return [[generator.randrange(config.vocab_size) for _ in range(length)] for length in RANDOM_PROMPT_TOKENS]
 
 
-def describe_machine(ours: Ours) -> dict[str, str]:
+def describe_machine(model: Qwen3Model) -> dict[str, str]:
     """Where this ran, in words."""
     machine = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "processor": _processor(),
         "torch threads": str(torch.get_num_threads()),
-        "device": str(ours.model.device),
+        "device": str(model.device),
     }
-    if ours.model.device.type == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name(ours.model.device)
+    if model.device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name(model.device)
     return machine
 
 
