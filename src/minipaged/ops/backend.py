@@ -80,10 +80,25 @@ class Backend(ABC):
     name: str
     batch_invariant: bool = False
     """True if a row's result is bit-identical whatever else is in the batch, however the prompt is chunked and placed."""
+    copies_weights: bool = False
+    """True if `pack_linear` keeps nothing of its arguments: a view of a file, or a buffer that is reused, may then be handed over."""
+    row_padding_bytes: int = 0
+    """Added to rows of activation buffers whose stride would be a multiple of 4096 bytes, where that slows the kernels."""
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
-        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`."""
+    def pack_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        use: Literal["linear", "embed", "both"] = "linear",
+    ) -> PackedLinear:
+        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`.
+
+        use: what will be called with it. A hint about memory only (some layouts serve both calls, some need two
+        copies); every call works whatever was said here.
+        """
 
     @abstractmethod
     def linear(
@@ -105,6 +120,10 @@ class Backend(ABC):
     @abstractmethod
     def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dimension."""
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        """key, value [T, Hkv, D] to their slots (int64 [T], -1 skips); slots outside the pool: IndexError before any write."""
+        cache.write(key, value, slot_mapping)
 
     @abstractmethod
     def qk_norm_rope_write(
