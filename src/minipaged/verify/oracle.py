@@ -53,8 +53,7 @@ class GreedyPath:
 def hf_model(folder: Path, dtype: torch.dtype) -> Iterator[Any]:
     """Hugging Face's model of a folder on the CPU, eager attention, evaluation mode; its memory is given back on
     exit."""
-    import transformers
-
+    transformers = _transformers()
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     with _quiet(transformers):
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -66,6 +65,19 @@ def hf_model(folder: Path, dtype: torch.dtype) -> Iterator[Any]:
     finally:
         del model
         gc.collect()
+
+
+def transformers_version() -> str:
+    """The version that judges us."""
+    return str(_transformers().__version__)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"verify compares with Hugging Face: pip install 'transformers>=4.53' ({error})") from error
+    return transformers
 
 
 @contextmanager

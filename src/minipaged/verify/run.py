@@ -27,7 +27,7 @@ from minipaged.verify.judge import (
 )
 from minipaged.verify.layers import compare_layers
 from minipaged.verify.load import load_ours
-from minipaged.verify.oracle import GreedyPath, Trace, follow, greedy, hf_model, trace
+from minipaged.verify.oracle import GreedyPath, Trace, follow, greedy, hf_model, trace, transformers_version
 
 TEXTS = (
     "ROMEO:\nHe jests at scars that never felt a wound.\nBut, soft! what light through yonder window breaks?\nIt",
@@ -207,13 +207,11 @@ def _processor() -> str:
 
 
 def describe_versions() -> dict[str, str]:
-    import transformers
-
     import minipaged
 
     return {
         "minipaged": minipaged.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers_version(),
     }
