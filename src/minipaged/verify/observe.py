@@ -54,6 +54,9 @@ class PassThrough(Backend):
     def attention(self, *args: Any, **options: Any) -> Tensor:
         return self.inner.attention(*args, **options)
 
+    def write_kv(self, *args: Any, **options: Any) -> None:
+        self.inner.write_kv(*args, **options)
+
     def copy_blocks(self, *args: Any, **options: Any) -> None:
         self.inner.copy_blocks(*args, **options)
 
