@@ -14,23 +14,33 @@ from minipaged.verify.judge import LOGIT_TOLERANCE, OP_TOLERANCE, Report
 from minipaged.verify.report import COLUMNS, column_cells
 
 STYLE = """
-:root { --ink: #1b1f24; --soft: #5b6470; --line: #d5dae1; --page: #ffffff; --good: #18794e; --bad: #c62a2f;
-  --c0: #1f6feb; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce; --c4: #be185d; --c5: #0e7490; --c6: #a16207; --c7:
-  #4b5563; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ee; --soft: #9aa4b1; --line: #343b45; --page: #14171b; --good: #4cc38a; --bad: #ff6369;
-    --c0: #6cb0ff; --c1: #ff9a5c; --c2: #63d297; --c3: #c99bff; --c4: #ff8cc6; --c5: #5fd0e6; --c6: #e5c15a; --c7:
-    #b4bcc8; }
+:root {
+  --ink: #1b1f24; --soft: #5b6470; --line: #d5dae1; --page: #ffffff; --good: #18794e; --bad: #c62a2f;
+  --c0: #1f6feb; --c1: #c2410c; --c2: #15803d; --c3: #7e22ce;
+  --c4: #be185d; --c5: #0e7490; --c6: #a16207; --c7: #4b5563;
 }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 980px; margin:
-2rem auto; padding: 0 1rem; } h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+@media (prefers-color-scheme: dark) {
+  :root {
+    --ink: #e6e9ee; --soft: #9aa4b1; --line: #343b45; --page: #14171b; --good: #4cc38a; --bad: #ff6369;
+    --c0: #6cb0ff; --c1: #ff9a5c; --c2: #63d297; --c3: #c99bff;
+    --c4: #ff8cc6; --c5: #5fd0e6; --c6: #e5c15a; --c7: #b4bcc8;
+  }
+}
+body { max-width: 980px; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background: var(--page); }
+body { font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; }
+h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .7rem; text-align: right; }
 th:first-child, td:first-child, .text th, .text td { text-align: left; }
-.good { color: var(--good); } .bad { color: var(--bad); font-weight: 600; } .soft { color: var(--soft); }
-.wide { overflow-x: auto; } svg { width: 100%; height: auto; } svg text { fill: var(--soft); font-size: 11px; }
-.axis { stroke: var(--line); } .limit { stroke: var(--bad); stroke-dasharray: 5 4; }
+.good { color: var(--good); }
+.bad { color: var(--bad); font-weight: 600; }
+.soft { color: var(--soft); }
+.wide { overflow-x: auto; }
+svg { width: 100%; height: auto; }
+svg text { fill: var(--soft); font-size: 11px; }
+.axis { stroke: var(--line); }
+.limit { stroke: var(--bad); stroke-dasharray: 5 4; }
 """
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 940, 300, 56, 130, 14, 36
 FLOOR = 1e-9  # where an error of exactly 0 is drawn
