@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.engine.draw import stable_topk
+from minipaged.engine.draw import largest
 from minipaged.engine.outputs import Logprob
 
-_MAX_ELEMENTS = 1 << 22  # of logits that are worked on at a time: bounds the temporaries
+_MAX_ELEMENTS = 1 << 20  # of logits that are worked on at a time: temporaries stay in the cache
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """For each row of logits [R, V] the log-probabilities of `token_ids[row]`, which comes first, and of the k most
-    likely tokens.
+    """For each row of logits [R, V] the log-probabilities of `token_ids[row]`, which comes first, and of the k largest.
 
     k = 0: only the token itself; -1, or more than there are: the whole vocabulary. Equal logits are ranked by id.
-    `decoded_token` is left None.
+    `decoded_token` is left None. ValueError unless there is one token per row.
     """
     vocab_size = logits.shape[1]
     if len(token_ids) != len(logits):
@@ -30,29 +30,35 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
         rows = logits[start : start + step].float()
         tokens = torch.tensor(token_ids[start : start + step], device=logits.device)[:, None]
         values = torch.log_softmax(rows, dim=1)
-        own = rows.gather(1, tokens)
-        columns = torch.arange(vocab_size, device=logits.device)
-        ranks = 1 + ((rows > own) | ((rows == own) & (columns < tokens))).sum(dim=1)
-        own_values = values.gather(1, tokens)[:, 0]
-        ids = stable_topk(rows, width)[1] if width else tokens[:, :0]
-        columns_of = zip(
-            tokens[:, 0].tolist(),
-            own_values.tolist(),
-            ranks.tolist(),
-            ids.tolist(),
-            values.gather(1, ids).tolist(),
-            strict=True,
-        )
-        for token, value, rank, top_ids, top_values in columns_of:
-            entry = {token: Logprob(value, rank)}
-            for top_rank, (top_id, top_value) in enumerate(zip(top_ids, top_values, strict=True), start=1):
-                if top_id != token:
-                    entry[top_id] = Logprob(top_value, top_rank)
-            results.append(entry)
+        entries = [
+            {token: Logprob(value, rank)}
+            for token, value, rank in zip(
+                tokens[:, 0].tolist(), values.gather(1, tokens)[:, 0].tolist(), _ranks(rows, tokens), strict=True
+            )
+        ]
+        if width:
+            candidates = largest(rows, [width] * len(rows))
+            for row, (entry, (unordered, logits_of)) in enumerate(zip(entries, candidates, strict=True)):
+                ids = unordered[np.argsort(-logits_of, kind="stable")]
+                top_values = values[row, torch.from_numpy(ids).to(values.device)].tolist()
+                for rank, (token_id, value) in enumerate(zip(ids.tolist(), top_values, strict=True), start=1):
+                    if token_id not in entry:
+                        entry[token_id] = Logprob(value, rank)
+        results += entries
     return results
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """Log-probabilities of prompt tokens: logits [T, V] at positions s : s + T, next_token_ids the tokens at s + 1 : s
-    + T + 1."""
+    """Log-probabilities of prompt tokens: logits [T, V], next_token_ids [T] the tokens one position later."""
     return token_logprobs(logits, next_token_ids, k)
+
+
+def _ranks(rows: Tensor, tokens: Tensor) -> list[int]:
+    """One more than the number of tokens before each one in a stable descending sort of its row."""
+    if rows.device.type == "cpu":
+        own = [(row, token, row[token]) for row, token in zip(rows.numpy(), tokens[:, 0].tolist(), strict=True)]
+        return [1 + int(np.count_nonzero(row > x) + np.count_nonzero(row[:t] == x)) for row, t, x in own]
+    own_values = rows.gather(1, tokens)
+    earlier = torch.arange(rows.shape[1], device=rows.device) < tokens
+    ranks: list[int] = (1 + ((rows > own_values) | ((rows == own_values) & earlier)).sum(dim=1)).tolist()
+    return ranks

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.engine.draw import Knobs, draw, row_argmax
+from minipaged.engine.draw import draw, row_argmax
 from minipaged.engine.logit_edits import TokenCounts, edit_logits, needs_edit
 from minipaged.engine.logprobs import token_logprobs
 from minipaged.engine.plan import SampledToken
@@ -111,19 +111,7 @@ class Sampler:
         """Draw for `rows` of `sequences`, `top` and `tokens` (written); `logits` holds just these rows."""
         chosen = [sequences[row] for row in rows]
         keys = np.array([[s.seed & _UINT64, s.index, len(s.token_ids)] for s in chosen], dtype=np.uint64).T
-        params = [s.params for s in chosen]
-
-        def column(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=logits.device)
-
-        knobs = Knobs(
-            temperature=column([p.temperature for p in params], torch.float32),
-            top_k=column([p.top_k for p in params], torch.int64),
-            top_p=column([p.top_p for p in params], torch.float64),
-            min_p=column([p.min_p for p in params], torch.float32),
-            uniform=torch.from_numpy(uniforms(keys[0], keys[1], keys[2])).to(logits.device),
-        )
-        tokens[rows] = draw(logits, torch.from_numpy(top[rows]).to(logits.device), knobs).cpu().numpy()
+        tokens[rows] = draw(logits, top[rows], [s.params for s in chosen], uniforms(keys[0], keys[1], keys[2]))
 
     def _add_logprobs(
         self, logits: Tensor, rows: list[int], sequences: Seq[Sequence], results: list[SampledToken]
