@@ -1,4 +1,4 @@
-"""Back ends with one fault each, of the kinds that engines have really had; `verify` must find every one and say where it is."""
+"""Back ends with one fault each, of kinds that engines have really had; `verify` must find each and say where it is."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TiledHeads(TorchBackend):
 
 
 class UpperLeftMask(TorchBackend):
-    """C22: the causal mask starts at key 0 although earlier tokens are cached; a whole prompt at once does not show it."""
+    """C22: the causal mask starts at key 0 although earlier tokens are cached; a whole prompt does not show it."""
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         queries = batch.query_start_loc.diff()
@@ -149,7 +149,7 @@ class StrayWrite(TorchBackend):
 
 
 class CorruptWeight(TorchBackend):
-    """One element of the n-th matrix is off. Matrices are packed in the order embedding, then qkv, o, gate/up, down per layer."""
+    """One element of the n-th matrix is off. Order: embedding, then qkv, o, gate and up, down of each layer."""
 
     def __init__(self, number: int, row: int = 3) -> None:
         super().__init__()

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from verify_sample import PROMPTS
 
 from minipaged.verify.oracle import Trace, hf_model, trace
-from verify_sample import PROMPTS
 from tiny import make_tiny_folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The thread count belongs to the process: what `verify` fixes here must not reach the tests that run later."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr("minipaged.threads._chosen", None)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`compare_layers`: right back ends pass on every shape, and each broken one is found where it is broken, nowhere else."""
+"""`compare_layers`: right back ends pass on every shape; each broken one is found where it is broken and nowhere else."""
 
 from __future__ import annotations
 
@@ -60,8 +60,21 @@ def test_right_back_ends_pass(sample, name, block_size):
 
 def test_every_operation_of_every_layer_is_compared_on_every_path(sample):
     seen = {(result.path, result.layer, result.op) for result in report_of(sample, TorchBackend()).ops}
-    ops = "input_norm q_proj k_proj v_proj q_norm k_norm q_rope k_rope kv_write attention o_proj hidden_mid".split()
-    ops += "post_norm mlp_gate_up mlp_down hidden_out".split()
+    ops = [
+        "input_norm",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "q_norm",
+        "k_norm",
+        "q_rope",
+        "k_rope",
+        "kv_write",
+        "attention",
+        "o_proj",
+        "hidden_mid",
+    ]
+    ops += ["post_norm", "mlp_gate_up", "mlp_down", "hidden_out"]
     expected = {(path, layer, op) for path in EVERY for layer in (0, 1) for op in ops}
     expected |= {(path, *last) for path in EVERY for last in ((-1, "embedding"), (2, "final_norm"), (2, "logits"))}
     assert seen == expected
@@ -72,7 +85,14 @@ def test_every_operation_of_every_layer_is_compared_on_every_path(sample):
     [
         {"num_key_value_heads": 4},
         {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": False},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
         {"head_dim": 80, "attention_bias": True},
     ],
     ids=["gqa1", "gqa8-untied", "yarn", "head-dim-80-bias"],
@@ -90,7 +110,11 @@ def test_shapes_pass(tmp_path, overrides):
 @pytest.mark.parametrize(
     ("broken", "expected", "first"),
     [
-        (RopeBeforeNorm, [(0, "q_rope", EVERY), (0, "k_rope", EVERY), (1, "q_rope", EVERY), (1, "k_rope", EVERY)], (0, 1)),
+        (
+            RopeBeforeNorm,
+            [(0, "q_rope", EVERY), (0, "k_rope", EVERY), (1, "q_rope", EVERY), (1, "k_rope", EVERY)],
+            (0, 1),
+        ),
         (NoQueryNorm, [(layer, op, EVERY) for layer in (0, 1) for op in ("q_norm", "q_rope")], (0, 0)),
         (TiledHeads, [(0, "attention", EVERY), (1, "attention", EVERY)], (0, 0)),
         (UpperLeftMask, [(0, "attention", ("chunk",)), (1, "attention", ("chunk",))], (0, 11)),
@@ -110,7 +134,7 @@ def test_shapes_pass(tmp_path, overrides):
 def test_broken_back_ends_are_found_where_they_are_broken(
     sample: Any, broken: Callable[[], Backend], expected: list[Any], first: tuple[int, int]
 ) -> None:
-    """Only the broken operation is named, in each layer that has it, with the paths and the first token that show it."""
+    """Only the broken operation is named, in each layer that has it, with the paths and first token that show it."""
     bugs = report_of(sample, broken()).bugs
     assert places(bugs) == expected
     assert (bugs[0].prompt, bugs[0].position) == first
@@ -131,7 +155,9 @@ def test_bfloat16_passes_by_hugging_faces_own_error(sample, name):
     assert max(result.error for result in report.ops) > 1e-3  # it really is bfloat16
 
 
-@pytest.mark.parametrize(("broken", "op"), [(Coarse, "attention"), (RopeBeforeNorm, "q_rope"), (OneWrongSlot, "kv_write")])
+@pytest.mark.parametrize(
+    ("broken", "op"), [(Coarse, "attention"), (RopeBeforeNorm, "q_rope"), (OneWrongSlot, "kv_write")]
+)
 def test_bfloat16_finds_what_is_worse_than_rounding(sample, broken, op):
     """Errors add up in bfloat16, so the first failing operation is the one named; a 3 % error hides in no rounding."""
     bugs = report_of(sample, broken(), dtype=torch.bfloat16).bugs

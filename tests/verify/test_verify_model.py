@@ -43,7 +43,9 @@ def check(sample: Any, **options: Any) -> Any:
 
 
 def invoke(sample: Any, *arguments: str) -> Any:
-    return CliRunner().invoke(app, ["verify", str(sample.folder), "--backend", "torch", "--max-tokens", "4", *arguments])
+    return CliRunner().invoke(
+        app, ["verify", str(sample.folder), "--backend", "torch", "--max-tokens", "4", *arguments]
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -201,7 +203,13 @@ def test_a_bug_is_exit_status_1_and_is_named(sample, use):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--dtype", "float16"), ("--block-size", "0"), ("--html", "/nowhere/at/all.html"), ("--max-tokens", "0"), ("--nonsense",)],
+    [
+        ("--dtype", "float16"),
+        ("--block-size", "0"),
+        ("--html", "/nowhere/at/all.html"),
+        ("--max-tokens", "0"),
+        ("--nonsense",),
+    ],
 )
 def test_wrong_usage_is_exit_status_2(sample, arguments):
     result = invoke(sample, *arguments)

@@ -7,15 +7,15 @@ import math
 from pathlib import Path
 
 import torch
+from verify_sample import PROMPTS
 
 import minipaged
-from verify_sample import PROMPTS
 from minipaged.verify.oracle import follow, greedy, hf_model, trace
 from tiny import hf_logits, load_hf, make_tiny_folder, random_tokens
 
 
 def test_traced_queries_keys_and_values_give_the_traced_attention(sample):
-    """float64 attention over the traced q, k, v equals the traced output: the names are right, RoPE and scale included."""
+    """float64 attention over the traced q, k, v equals the traced output: names are right, RoPE and scale included."""
     reference, Hq, Hkv, D = sample.reference, 4, 2, 32
     start = 0
     for prompt in PROMPTS:
@@ -38,7 +38,9 @@ def test_trace_is_complete_and_its_residual_stream_adds_up(sample):
     values = sample.reference.values
     assert torch.allclose(values[0, "hidden_in"], values[-1, "embedding"])
     for layer in range(2):
-        assert torch.allclose(values[layer, "hidden_in"] + values[layer, "o_proj"], values[layer, "hidden_mid"], atol=1e-6)
+        assert torch.allclose(
+            values[layer, "hidden_in"] + values[layer, "o_proj"], values[layer, "hidden_mid"], atol=1e-6
+        )
         assert torch.allclose(
             values[layer, "hidden_mid"] + values[layer, "mlp_down"], values[layer, "hidden_out"], atol=1e-6
         )
@@ -58,7 +60,7 @@ def test_trace_leaves_hugging_face_as_it_was(sample):
 
 
 def test_greedy_path_is_hugging_faces_own(sample):
-    """Tokens equal an uncached loop over Hugging Face; margins are those of its logits; an end-of-text id stops nothing."""
+    """Tokens equal an uncached loop over Hugging Face, margins are those of its logits."""
     model = load_hf(sample.folder)
     with hf_model(sample.folder, torch.float32) as ours:
         path = greedy(ours, PROMPTS[0], 8)

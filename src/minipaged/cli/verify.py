@@ -11,6 +11,7 @@ import typer
 from minipaged.cli.options import LLM_FLAGS, UsageError, with_flags
 
 EXAMPLE = "Example:  minipaged verify ./Qwen3-0.6B --determinism --html report.html"
+PIPE_WIDTH = 120  # columns of a table where there is no terminal to ask
 FLAGS = tuple(flag for flag in LLM_FLAGS if flag.name in ("device", "backend", "block_size", "threads"))
 
 
@@ -25,9 +26,12 @@ def verify(
         str, typer.Option(help="float32, or bfloat16 (judged by Hugging Face's own bfloat16 error).")
     ] = "float32",
     max_tokens: Annotated[int, typer.Option(min=1, help="Greedy tokens to compare after each prompt.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of the order of blocks, and of prompts for a model without tokenizer.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the order of blocks, and of prompts for a model without tokenizer.")
+    ] = 0,
     determinism: Annotated[
-        bool, typer.Option("--determinism", help="Compute the same tokens in other ways too; are the logits the same bits?")
+        bool,
+        typer.Option("--determinism", help="Compute the same tokens in other ways too; are the logits the same bits?"),
     ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a self-contained report with plots to this file.", dir_okay=False)
@@ -68,7 +72,8 @@ def verify(
     if as_json:
         typer.echo(json.dumps(report.to_dict(), allow_nan=False))
     else:
-        print_report(report, Console())
+        console = Console()
+        print_report(report, console if console.is_terminal else Console(width=PIPE_WIDTH))
         if html is not None:
             typer.echo(f"report written to {html}")
     if not report.passed:

@@ -109,7 +109,7 @@ def run(
     prompts: Sequence[Prompt],
     num_tokens: int,
     *,
-    setting: Setting = Setting(),  # noqa: B008 - frozen
+    setting: Setting = Setting(),
     scripts: Mapping[Prompt, Sequence[int]] | None = None,
     stagger: int = 0,
     repeat: int = 1,

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minipaged.engine.stats import EngineStats
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.verify.decode import Outcome, Prompt, Setting, logits_of, run
 from minipaged.verify.judge import Claim
@@ -28,6 +29,9 @@ PROMISE = 1e-4
 """float32: how far logits may move between ways of computing the same tokens, on back ends without equal bits
 (absolute)."""
 
+MIN_TOKENS = 8
+"""Fewer tokens per request leave no room for a preemption."""
+
 Logits = Mapping[Prompt, Tensor]
 
 
@@ -36,6 +40,7 @@ def check_determinism(
 ) -> list[Claim]:
     """One claim per way of computing the same tokens, against each request alone. `folder`: where `model` came from;
     other thread counts are tried on it in a process of their own."""
+    num_tokens = max(num_tokens, MIN_TOKENS)
     keys = [tuple(prompt) for prompt in prompts]
     plain = _alone(model, keys, num_tokens, Setting())
     baseline = {prompt: logits_of(outcome, prompt) for prompt, outcome in plain.items()}
@@ -62,64 +67,43 @@ Variant = tuple[str, str, Logits, str]  # claim, how, logits, evidence ("" = it 
 def _variants(
     model: Qwen3Model, prompts: Sequence[Prompt], num_tokens: int, scripts: Mapping[Prompt, Sequence[int]], seed: int
 ) -> Iterator[Variant]:
-    def together(setting: Setting, *, stagger: int = 0, repeat: int = 1) -> Outcome:
-        return run(model, prompts, num_tokens, setting=setting, scripts=scripts, stagger=stagger, repeat=repeat)
+    def together(setting: Setting, *, stagger: int = 0, repeat: int = 1) -> tuple[Logits, EngineStats]:
+        outcome = run(model, prompts, num_tokens, setting=setting, scripts=scripts, stagger=stagger, repeat=repeat)
+        return {prompt: logits_of(outcome, prompt) for prompt in prompts}, outcome.stats
 
-    def alone(setting: Setting) -> dict[Prompt, Outcome]:
-        return _alone(model, prompts, num_tokens, setting, scripts)
+    def alone(setting: Setting) -> tuple[Logits, int]:
+        outcomes = _alone(model, prompts, num_tokens, setting, scripts)
+        logits = {prompt: logits_of(outcome, prompt) for prompt, outcome in outcomes.items()}
+        return logits, sum(outcome.steps[prompt] for prompt, outcome in outcomes.items())
 
-    def rows(outcomes: Mapping[Prompt, Outcome]) -> Logits:
-        return {prompt: logits_of(outcome, prompt) for prompt, outcome in outcomes.items()}
-
-    for stagger, detail in ((0, "all requests at once"), (3, "a new request every 3 steps")):
-        outcome = together(Setting(), stagger=stagger)
-        happened = len(prompts) > 1
-        yield (
-            "in a batch",
-            detail,
-            rows(dict.fromkeys(prompts, outcome)),
-            f"{len(prompts)} requests" if happened else "",
-        )
+    plain = Setting()
+    company = f"{len(prompts)} requests" if len(prompts) > 1 else ""
+    yield "in a batch", "all requests at once", together(plain)[0], company
+    yield "in a batch", "a new request every 3 steps", together(plain, stagger=3)[0], company
 
     for chunk in (1, 5, 16):
-        outcomes = alone(Setting(max_num_batched_tokens=chunk))
-        extra = sum(outcome.steps[prompt] - num_tokens for prompt, outcome in outcomes.items())
-        yield "chunked prefill", f"{chunk} tokens per step", rows(outcomes), f"{extra} more steps" if extra else ""
+        logits, steps = alone(Setting(max_num_batched_tokens=chunk))
+        extra = steps - len(prompts) * num_tokens
+        yield "chunked prefill", f"{chunk} tokens per step", logits, f"{extra} more steps" if extra else ""
 
     for block_size in (1, 3, 64):
-        outcomes = alone(Setting(block_size=block_size))
-        yield "block size", f"{block_size} for {Setting().block_size}", rows(outcomes), f"{block_size} tokens per block"
+        logits, _ = alone(Setting(block_size=block_size))
+        yield "block size", f"{block_size} tokens instead of {plain.block_size}", logits, "each request alone"
 
-    size = Setting().block_size
-    blocks = 2 * sum(-(-(len(prompt) + num_tokens) // size) for prompt in prompts)
+    blocks = 2 * sum(-(-(len(prompt) + num_tokens) // plain.block_size) for prompt in prompts)
     order = random.Random(seed).sample(range(blocks), blocks)
-    outcome = together(Setting(num_blocks=blocks, free_order=order))
-    yield (
-        "placement",
-        "blocks handed out in random order",
-        rows(dict.fromkeys(prompts, outcome)),
-        f"first blocks {order[:3]}",
-    )
+    logits, _ = together(Setting(num_blocks=blocks, free_order=order))
+    yield "placement", "blocks handed out in random order", logits, f"starting with {order[:3]}"
 
-    outcome = together(Setting(prefix_caching=True, block_size=4), repeat=2)
-    hits = outcome.stats.prefix_hit_tokens
-    yield (
-        "prefix hit",
-        "the same prompts a second time",
-        rows(dict.fromkeys(prompts, outcome)),
-        f"{hits} cached tokens" if hits else "",
-    )
+    logits, stats = together(Setting(prefix_caching=True, block_size=4), repeat=2)
+    hits = stats.prefix_hit_tokens
+    yield "prefix hit", "the same prompts a second time", logits, f"{hits} cached tokens" if hits else ""
 
-    # Room for the longest request alone, and for every prompt but not for what they grow to.
+    # Room for the longest request alone, and for every prompt, but not for what all of them grow to.
     needs = [-(-(len(prompt) + num_tokens - 1) // 4) for prompt in prompts]
-    outcome = together(Setting(block_size=4, num_blocks=max(max(needs), sum(needs) - num_tokens // 4)))
-    count = outcome.stats.preemptions
-    yield (
-        "preempted",
-        "a pool too small for all of them",
-        rows(dict.fromkeys(prompts, outcome)),
-        f"{count} preemptions" if count else "",
-    )
+    logits, stats = together(Setting(block_size=4, num_blocks=max(*needs, sum(needs) - num_tokens // 4)))
+    count = stats.preemptions
+    yield "preempted", "a pool too small for all of them", logits, f"happened {count} times" if count else ""
 
 
 def _alone(

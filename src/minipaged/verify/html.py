@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 from minipaged.verify.judge import LOGIT_TOLERANCE, OP_TOLERANCE, Report
-from minipaged.verify.report import COLUMNS, column_cells
+from minipaged.verify.report import COLUMNS, column_cells, format_error
 
 STYLE = """
 :root {
@@ -99,10 +99,15 @@ def _layers(report: Report) -> list[str]:
     rows = [["layer", *(name for name, _ in series)]]
     for index, layer in enumerate(layers):
         marked = [
-            _mark(_figure(values[index]), all(result.passed for result in cells[layer][column]))
+            _mark(format_error(values[index]), all(result.passed for result in cells[layer][column]))
             for column, (_, values) in zip(COLUMNS, series, strict=True)
         ]
         rows.append([str(layer), *marked])
+    largest = [
+        max((result.figures.max_abs for layer in layers for result in cells[layer][name]), default=0.0)
+        for name in COLUMNS
+    ]
+    rows.append(["max abs", *map(format_error, largest)])
     what = (
         "largest error of a token, relative to that token's result" if limit else "error relative to the result (RMS)"
     )
@@ -119,6 +124,7 @@ def _layers(report: Report) -> list[str]:
 def _positions(report: Report) -> list[str]:
     """Worst operation and logits of every position, prompt by prompt, the generated tokens after the prompt's."""
     parts = ["<h2>Error per token position</h2>"]
+    prompt_logits = report.prompt_logits.relative_per_token if report.prompt_logits else ()
     offset = 0
     for index, prompt in enumerate(report.prompts):
         generated = [token for token in report.tokens if token.prompt == index]
@@ -129,13 +135,11 @@ def _positions(report: Report) -> list[str]:
             for token, value in zip(result.tokens, result.figures.relative_per_token, strict=True):
                 if offset <= token < offset + len(prompt):
                     worst[token - offset] = max(worst[token - offset], value)
-        logits = (
-            list(report.prompt_logits.relative_per_token[offset : offset + len(prompt)]) if report.prompt_logits else []
-        )
-        logits = (
-            logits[: len(prompt) - 1] if generated else logits
-        )  # the last prompt position is the first generated token's
-        logits += [token.relative for token in generated]
+        # The logits of the last prompt position choose the first generated token: shown once, as the engine saw them.
+        logits = [
+            *prompt_logits[offset : offset + len(prompt) - bool(generated)],
+            *(token.relative for token in generated),
+        ]
         offset += len(prompt)
         parts += [
             f'<p class="soft">Prompt {index}: {len(prompt)} prompt tokens, then {len(generated)} generated ones</p>',
@@ -158,8 +162,8 @@ def _tokens(report: Report) -> list[str]:
                 str(token.position),
                 str(token.expected),
                 str(token.chosen),
-                _figure(token.margin),
-                _figure(token.max_abs),
+                f"{token.margin:.1e}",
+                format_error(token.max_abs),
                 _mark(token.verdict, token.verdict != "bug"),
             ]
         )
@@ -175,8 +179,8 @@ def _claims(report: Report) -> list[str]:
                 escape(f"{claim.detail}; {claim.evidence}" if claim.evidence else claim.detail),
                 str(claim.rows_compared),
                 str(claim.rows_identical),
-                _figure(claim.max_abs),
-                _figure(claim.limit),
+                format_error(claim.max_abs),
+                "equal bits" if claim.limit == 0 else f"{claim.limit:.0e}",
                 _mark("holds" if claim.passed else "broken", claim.passed),
             ]
         )
@@ -218,17 +222,13 @@ def plot(series: Sequence[Series], xs: Sequence[int], x_label: str, limit: float
         parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{color}"><title>{escape(name)}, {escape(x_label)} '
-            f"{xs[index]}: {_figure(ys[index])}</title></circle>"
+            f"{xs[index]}: {format_error(ys[index])}</title></circle>"
             for index, (x, y) in enumerate(points)
         ]
         y = TOP + 10 + 17 * number
         parts.append(f'<rect x="{WIDTH - RIGHT + 10}" y="{y - 8}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{WIDTH - RIGHT + 24}" y="{y + 1}">{escape(name)}</text>')
     return "".join([*parts, "</svg>"])
-
-
-def _figure(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}" if math.isfinite(value) else "infinite"
 
 
 def _mark(text: str, good: bool) -> str:

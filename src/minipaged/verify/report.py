@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -15,9 +16,9 @@ COLUMNS: dict[str, tuple[tuple[Path, ...] | None, tuple[str, ...]]] = {
     "Q/K/V": (None, ("input_norm", "q_proj", "k_proj", "v_proj")),
     "QK-norm": (None, ("q_norm", "k_norm")),
     "RoPE": (None, ("q_rope", "k_rope")),
-    "K/V write": (None, ("kv_write",)),
-    "attention,\nevery query": (("prefill", "chunk"), ("attention",)),
-    "attention,\nlast query": (("decode",), ("attention",)),
+    "K/V\nwrite": (None, ("kv_write",)),
+    "attention\nevery query": (("prefill", "chunk"), ("attention",)),
+    "attention\nlast query": (("decode",), ("attention",)),
     "O": (None, ("o_proj", "hidden_mid")),
     "MLP": (None, ("post_norm", "mlp_gate_up", "mlp_down", "hidden_out")),
 }
@@ -83,23 +84,32 @@ def verdict(report: Report) -> str:
 
 
 def _layer_table(report: Report) -> Table:
-    kind = "max relative error per token" if report.dtype == "float32" else "relative error (RMS)"
-    table = Table(title=f"Error by layer: max abs, {kind}", title_justify="left")
-    table.add_column("layer", justify="right")
+    kind = "relative (RMS)" if report.errors_add_up else "of the worst token, relative to that token's result"
+    table = Table(
+        title=f"Error by layer, {kind}; last line: the largest absolute error",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_footer=True,
+        pad_edge=False,
+    )
+    cells = column_cells(report)
+    table.add_column("layer", "max abs", justify="right")
     for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for layer, cells in column_cells(report).items():
-        table.add_row(str(layer), *(_cell(results) for results in cells.values()))
+        results = [result for by_column in cells.values() for result in by_column[name]]
+        table.add_column(name, format_error(max(result.figures.max_abs for result in results)), justify="right")
+    for layer, by_column in cells.items():
+        table.add_row(str(layer), *(_cell(results) for results in by_column.values()))
     return table
 
 
 def _cell(results: list[OpResult]) -> str:
-    if not results:
-        return "-"
-    max_abs = max(result.figures.max_abs for result in results)
-    error = max(result.error for result in results)
-    text = "exact" if max_abs == 0 else "lost" if math.isinf(max_abs) else f"{max_abs:.0e} {error:.0e}"
+    text = format_error(max(result.error for result in results))
     return text if all(result.passed for result in results) else f"[red]{text}[/red]"
+
+
+def format_error(value: float) -> str:
+    """An error for a table: infinite where something is missing or not a number."""
+    return "exact" if value == 0 else f"{value:.1e}" if math.isfinite(value) else "infinite"
 
 
 def _token_line(report: Report) -> str:
@@ -108,8 +118,8 @@ def _token_line(report: Report) -> str:
     worst = max(token.max_abs for token in report.tokens)
     smallest = min(token.margin for token in report.tokens)
     return (
-        f"Greedy decoding: {len(report.tokens)} tokens compared ({clear} with a margin above {NEAR_TIE_MARGIN:g}, smallest "
-        f"{smallest:.1e}): {count['equal']} equal, {count['near tie']} near ties, {count['bug']} bugs; "
+        f"Greedy decoding: {len(report.tokens)} tokens compared ({clear} with a margin above {NEAR_TIE_MARGIN:g}, "
+        f"smallest {smallest:.1e}): {count['equal']} equal, {count['near tie']} near ties, {count['bug']} bugs; "
         f"logits off by at most {worst:.1e}"
     )
 
