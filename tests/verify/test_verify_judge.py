@@ -48,9 +48,9 @@ def test_measure_of_zeros():
 
 
 def test_operations_are_judged_by_their_worst_token_in_float32_and_by_the_peer_in_bfloat16():
-    figures = ErrorFigures(0.01, (1e-6, 2e-4, 3e-4), 1e-2)
+    figures = ErrorFigures(0.01, (1e-6, 3e-4, 4e-4), 1e-2)
     result = judge_op("chunk", 1, "o_proj", figures, [7, 8, 9])
-    assert (result.passed, result.error, result.first_bad_token) == (False, 3e-4, 8)
+    assert (result.passed, result.error, result.first_bad_token) == (False, 4e-4, 8)
     for theirs, passed in ((0.0066, False), (0.0067, True)):  # 1.5 times that is below or above 1e-2
         assert judge_op("chunk", 1, "o_proj", figures, [7, 8, 9], ErrorFigures(0.0, (), theirs)).passed is passed
     exact = ErrorFigures(0.0, (), 0.0)

@@ -1,4 +1,4 @@
-"""`compare_layers`: right back ends pass on every shape; each broken one is found where it is broken and nowhere else."""
+"""`compare_layers`: right back ends pass on every shape, each broken one is found where it is broken, nowhere else."""
 
 from __future__ import annotations
 

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 import torch
 from broken_backends import LeaksBetweenRows, NaNLogits, OneWrongSlot, SaysInvariant, TiledHeads, UpperLeftMask
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 from verify_sample import PROMPTS
 
 from minipaged.cli.main import app
 from minipaged.engine.sampler import Sampler
 from minipaged.engine.scheduler import Scheduler
+from minipaged.errors import CheckpointError
+from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend
+from minipaged.ops.registry import get_backend
 from minipaged.ops.torch_backend import TorchBackend
 from minipaged.verify import determinism
 from minipaged.verify.determinism import PROMISE, check_determinism
 from minipaged.verify.html import render
-from minipaged.verify.load import load_ours
-from minipaged.verify.run import verify_model
+from minipaged.verify.judge import LOGIT_TOLERANCE
+from minipaged.verify.oracle import GreedyPath, follow
+from minipaged.verify.run import choose_backend, verify_model
+from tiny import make_tiny_folder
 
 TOKENS = 8
 
@@ -32,7 +40,7 @@ def use(monkeypatch):
     """use(backend): what the registry hands out from now on."""
 
     def choose(backend: Backend) -> None:
-        monkeypatch.setattr("minipaged.verify.load.get_backend", lambda name, device: backend)
+        monkeypatch.setattr("minipaged.verify.run.get_backend", lambda name, device: backend)
 
     return choose
 
@@ -44,7 +52,7 @@ def check(sample: Any, **options: Any) -> Any:
 
 def invoke(sample: Any, *arguments: str) -> Any:
     return CliRunner().invoke(
-        app, ["verify", str(sample.folder), "--backend", "torch", "--max-tokens", "4", *arguments]
+        app, ["verify", str(sample.folder), *"--backend torch --threads 1 --max-tokens 4".split(), *arguments]
     )
 
 
@@ -135,14 +143,17 @@ def no_child_process(monkeypatch):
     monkeypatch.setattr(determinism, "_threads", lambda *_: iter(()))
 
 
-def claims_of(sample: Any, use: Any, backend: Backend) -> list[Any]:
-    use(backend)
-    return check_determinism(load_ours(sample.folder, threads=1), sample.folder, PROMPTS, TOKENS)
+def load(sample: Any, backend: Backend) -> Qwen3Model:
+    return Qwen3Model.from_folder(sample.folder, backend, dtype="float32", progress=False)
+
+
+def claims_of(sample: Any, backend: Backend) -> list[Any]:
+    return check_determinism(load(sample, backend), sample.folder, PROMPTS, TOKENS)
 
 
 def test_the_torch_back_end_stays_within_the_promise(sample):
     """Every way is really taken (a count shows it), other thread counts included, and every row is compared."""
-    model = load_ours(sample.folder, backend="torch", threads=1)
+    model = load(sample, TorchBackend())
     claims = check_determinism(model, sample.folder, PROMPTS, TOKENS)
     ways = {"in a batch", "chunked prefill", "block size", "placement", "prefix hit", "preempted", "threads"}
     assert {claim.name for claim in claims} == ways
@@ -153,15 +164,15 @@ def test_the_torch_back_end_stays_within_the_promise(sample):
 
 
 @pytest.mark.usefixtures("no_child_process")
-def test_logits_that_depend_on_batch_mates_break_the_promise(sample, use):
-    broken = {claim.name for claim in claims_of(sample, use, LeaksBetweenRows()) if not claim.passed}
+def test_logits_that_depend_on_batch_mates_break_the_promise(sample):
+    broken = {claim.name for claim in claims_of(sample, LeaksBetweenRows()) if not claim.passed}
     assert "in a batch" in broken
     assert "block size" not in broken
 
 
 @pytest.mark.usefixtures("no_child_process")
-def test_a_back_end_that_promises_equal_bits_is_held_to_them(sample, use):
-    claims = claims_of(sample, use, SaysInvariant())
+def test_a_back_end_that_promises_equal_bits_is_held_to_them(sample):
+    claims = claims_of(sample, SaysInvariant())
     batch = [claim for claim in claims if claim.name == "in a batch"]
     assert all(claim.limit == 0 for claim in claims)
     assert batch
@@ -172,7 +183,7 @@ def test_a_back_end_that_promises_equal_bits_is_held_to_them(sample, use):
 @pytest.mark.usefixtures("no_child_process")
 def test_a_way_that_was_not_taken_is_a_failure(sample):
     """One request cannot meet another one: the claim about batches is not made true by that."""
-    model = load_ours(sample.folder, backend="torch", threads=1)
+    model = load(sample, TorchBackend())
     claims = check_determinism(model, sample.folder, PROMPTS[:1], TOKENS)
     batch = [claim for claim in claims if claim.name == "in a batch"]
     assert [(claim.passed, claim.rows_compared) for claim in batch] == [(False, 0), (False, 0)]
@@ -196,6 +207,7 @@ def test_a_bug_is_exit_status_1_and_is_named(sample, use):
     assert result.exit_code == 1
     assert "layer 0, attention" in result.stdout
     assert "\x1b" not in result.stdout  # no colours into a pipe
+    assert "error:" not in result.stderr  # the report says it all
     result = invoke(sample, "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["bug_details"][0]["op"] == "attention"
@@ -295,9 +307,48 @@ def test_requests_that_make_no_sense_are_refused(sample, options, message):
         check(sample, **options)
 
 
-def test_a_short_context_shortens_the_default_prompts(tmp_path):
-    from tiny import make_tiny_folder
+def test_the_model_is_refused_before_hugging_face_loads_it(sample, tmp_path, monkeypatch):
+    """A missing tensor, which Hugging Face would fill with random numbers, or a back end that cannot run here."""
+    monkeypatch.setattr("minipaged.verify.run.hf_model", lambda *_: pytest.fail("Hugging Face was asked"))
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(sample.folder / name, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape("model.norm.weight")):
+        verify_model(tmp_path)
+    with pytest.raises(ValueError, match="nonsense"):
+        verify_model(sample.folder, backend="nonsense")
 
+
+def test_auto_is_the_best_back_end_of_this_machine():
+    assert (
+        type(choose_backend("auto", "cpu")[0]) is type(choose_backend(None, "cpu")[0]) is type(get_backend(None, "cpu"))
+    )
+
+
+def test_a_model_that_amplifies_rounding_is_not_a_bug(sample, use, monkeypatch):
+    """Where Hugging Face differs from itself, token by token against all at once, our logits may differ as well."""
+
+    class SlightlyOff(TorchBackend):
+        def linear(self, x: Any, w: Any, **options: Any) -> Any:
+            result = super().linear(x, w, **options)
+            return result.mul_(1 + 10 * LOGIT_TOLERANCE) if w.out_features == 320 else result
+
+    use(SlightlyOff())
+    assert {bug.kind for bug in check(sample).bugs} == {"op", "logits", "token"}
+
+    def noisy(model: Any, path: GreedyPath) -> GreedyPath:
+        exact = follow(model, path)
+        return replace(exact, logits=exact.logits * (1 + 2 * LOGIT_TOLERANCE))
+
+    monkeypatch.setattr("minipaged.verify.run.follow", noisy)
+    report = check(sample)
+    assert report.logits_limit == pytest.approx(16 * LOGIT_TOLERANCE, rel=0.1)
+    assert {bug.kind for bug in report.bugs} == {"op"}  # what one operation does alone is judged as strictly as ever
+
+
+def test_a_short_context_shortens_the_default_prompts(tmp_path):
     folder = make_tiny_folder(tmp_path, max_position_embeddings=24)
     report = verify_model(folder, backend="torch", threads=1)
     assert report.passed

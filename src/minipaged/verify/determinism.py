@@ -21,9 +21,10 @@ from torch import Tensor
 
 from minipaged.engine.stats import EngineStats
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.ops.registry import get_backend
+from minipaged.threads import set_threads
 from minipaged.verify.decode import Outcome, Prompt, Setting, logits_of, run
 from minipaged.verify.judge import Claim
-from minipaged.verify.load import load_ours
 
 PROMISE = 1e-4
 """float32: how far logits may move between ways of computing the same tokens, on back ends without equal bits
@@ -173,7 +174,8 @@ def _threads(
 def main(folder: str, backend: str, dtype: str, threads: str, file: str) -> None:
     """Child process: each request alone with another thread count; prompts are read from `file`, logits written to
     it."""
-    model = load_ours(Path(folder), backend=backend, dtype=dtype, threads=int(threads))
+    set_threads(int(threads))
+    model = Qwen3Model.from_folder(folder, get_backend(backend), dtype=dtype, progress=False)
     requests = [(tuple(prompt), script) for prompt, script in torch.load(file, weights_only=True)["prompts"]]
     logits = []
     for prompt, script in requests:

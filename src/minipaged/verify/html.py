@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from minipaged.verify.judge import LOGIT_TOLERANCE, OP_TOLERANCE, Report
+from minipaged.verify.judge import OP_TOLERANCE, Report
 from minipaged.verify.report import COLUMNS, column_cells, format_error
 
 STYLE = """
@@ -95,7 +95,7 @@ def _layers(report: Report) -> list[str]:
         (name.replace("\n", " "), [max((r.error for r in cells[layer][name]), default=0.0) for layer in layers])
         for name in COLUMNS
     ]
-    limit = OP_TOLERANCE if report.dtype == "float32" else None
+    limit = None if report.errors_add_up else OP_TOLERANCE
     rows = [["layer", *(name for name, _ in series)]]
     for index, layer in enumerate(layers):
         marked = [
@@ -147,7 +147,7 @@ def _positions(report: Report) -> list[str]:
                 [("worst operation", worst), ("logits", logits)],
                 range(max(len(worst), len(logits))),
                 "token position",
-                LOGIT_TOLERANCE if report.dtype == "float32" else None,
+                None if report.errors_add_up else report.logits_limit,
             ),
         ]
     return parts

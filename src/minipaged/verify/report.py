@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from minipaged.verify.judge import NEAR_TIE_MARGIN, OpResult, Path, Report
+from minipaged.verify.judge import LOGIT_TOLERANCE, NEAR_TIE_MARGIN, NOISE_FACTOR, OpResult, Path, Report
 
 COLUMNS: dict[str, tuple[tuple[Path, ...] | None, tuple[str, ...]]] = {
     "Q/K/V": (None, ("input_norm", "q_proj", "k_proj", "v_proj")),
@@ -46,7 +46,8 @@ def print_report(report: Report, console: Console) -> None:
     if report.prompt_logits is not None:
         console.print(
             f"Logits of the whole model over {sum(map(len, report.prompts))} prompt tokens: max abs error "
-            f"{report.prompt_logits.max_abs:.1e}, relative {report.prompt_logits.max_relative:.1e}",
+            f"{report.prompt_logits.max_abs:.1e}, relative {report.prompt_logits.max_relative:.1e}"
+            f"{_limit_note(report)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -110,6 +111,15 @@ def _cell(results: list[OpResult]) -> str:
 def format_error(value: float) -> str:
     """An error for a table: infinite where something is missing or not a number."""
     return "exact" if value == 0 else f"{value:.1e}" if math.isfinite(value) else "infinite"
+
+
+def _limit_note(report: Report) -> str:
+    if report.errors_add_up or report.logits_limit == LOGIT_TOLERANCE:
+        return ""
+    return (
+        f" (up to {report.logits_limit:.1e} allowed: this model amplifies rounding, Hugging Face differs from itself "
+        f"by {report.logits_limit / NOISE_FACTOR:.1e})"
+    )
 
 
 def _token_line(report: Report) -> str:

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import torch
 
+from minipaged.model.checkpoint import Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.ops.backend import Backend
+from minipaged.ops.registry import get_backend
+from minipaged.threads import set_threads
 from minipaged.verify.decode import DecodeError, Setting, run
 from minipaged.verify.determinism import check_determinism
 from minipaged.verify.judge import (
     BFLOAT16_RATIO,
     LOGIT_TOLERANCE,
     NEAR_TIE_MARGIN,
+    NOISE_FACTOR,
     Bug,
     ErrorFigures,
     Report,
@@ -26,7 +31,6 @@ from minipaged.verify.judge import (
     measure,
 )
 from minipaged.verify.layers import compare_layers
-from minipaged.verify.load import load_ours
 from minipaged.verify.oracle import GreedyPath, Trace, follow, greedy, hf_model, trace, transformers_version
 
 TEXTS = (
@@ -63,13 +67,18 @@ def verify_model(
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"verify judges float32 and bfloat16, not dtype {dtype!r}")
     started = time.monotonic()
+    # What our side refuses it refuses at once, not after minutes of Hugging Face.
     config = ModelConfig.from_folder(folder)
+    Checkpoint(folder).check(config)
+    kernels, device = choose_backend(backend, device)
     prompts, num_tokens = _fit(prompts, num_tokens, config, folder, seed)
+    set_threads(threads)
 
     progress("Hugging Face, float32")
     with hf_model(folder, torch.float32) as hf:
         reference = trace(hf, prompts)
         paths = [greedy(hf, prompt, num_tokens) for prompt in prompts]
+        noise = max(measure(follow(hf, path).logits, path.logits).max_relative for path in paths)
     peer: Trace | None = None
     peer_paths: list[GreedyPath] = []
     if dtype == "bfloat16":
@@ -79,7 +88,7 @@ def verify_model(
             peer_paths = [follow(hf, path) for path in paths]
 
     progress("loading the model")
-    model = load_ours(folder, backend=backend, dtype=dtype, device=device, threads=threads)
+    model = Qwen3Model.from_folder(folder, kernels, dtype=dtype, device=device, progress=False)
     report = Report(
         model=str(folder),
         backend=model.backend.name,
@@ -87,15 +96,17 @@ def verify_model(
         num_layers=config.num_hidden_layers,
         block_size=block_size,
         prompts=[list(prompt) for prompt in prompts],
+        logits_limit=max(LOGIT_TOLERANCE, NOISE_FACTOR * noise),
         machine=describe_machine(model),
         versions=describe_versions(),
     )
     progress("layer by layer")
     report.ops, report.prompt_logits = compare_layers(model, reference, block_size=block_size, peer=peer, seed=seed)
-    report.other_bugs += _judge_prompt_logits(report.prompt_logits, reference, peer)
+    report.other_bugs += _judge_prompt_logits(report.prompt_logits, report.logits_limit, reference, peer)
     progress("greedy tokens")
     try:
-        report.tokens = compare_tokens(model, paths, peer_paths, block_size=block_size, seed=seed)
+        limits = _bfloat16_limits(paths, peer_paths) if peer_paths else (NEAR_TIE_MARGIN, report.logits_limit)
+        report.tokens = compare_tokens(model, paths, *limits, block_size=block_size, seed=seed)
         if determinism:
             progress("determinism")
             report.claims = check_determinism(model, folder, prompts, num_tokens, seed=seed)
@@ -105,14 +116,25 @@ def verify_model(
     return report
 
 
-def compare_tokens(
-    model: Qwen3Model, paths: Sequence[GreedyPath], peers: Sequence[GreedyPath], *, block_size: int, seed: int
-) -> list[TokenResult]:
-    """All paths as one batch through the engine, blocks handed out in random order; every token is judged.
-
-    peers: Hugging Face in bfloat16 along the same tokens, for the bfloat16 rule: an error of e moves the difference
-    of two logits by up to 2 e, so a margin below twice the allowed error decides nothing.
+def choose_backend(name: str | None = None, device: str = "auto") -> tuple[Backend, str]:
+    """The back end and the device: None or "auto" = the best one there is, "auto" = a GPU if there is one. Errors as
+    `get_backend`.
     """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return get_backend(None if name == "auto" else name, device), device
+
+
+def compare_tokens(
+    model: Qwen3Model,
+    paths: Sequence[GreedyPath],
+    margin_limit: float,
+    error_limit: float,
+    *,
+    block_size: int,
+    seed: int,
+) -> list[TokenResult]:
+    """All paths as one batch through the engine, blocks handed out in random order; `judge_token` for every token."""
     num_tokens = len(paths[0].tokens)
     blocks = 2 * sum(-(-(len(path.prompt) + num_tokens) // block_size) for path in paths)
     order = random.Random(seed).sample(range(blocks), blocks)
@@ -120,11 +142,6 @@ def compare_tokens(
     scripts = {tuple(path.prompt): path.tokens for path in paths}
     outcome = run(model, list(scripts), num_tokens, setting=setting, scripts=scripts)
 
-    margin_limit, error_limit = NEAR_TIE_MARGIN, LOGIT_TOLERANCE
-    if peers:
-        errors = [measure(peer.logits, path.logits) for peer, path in zip(peers, paths, strict=True)]
-        margin_limit = 2 * BFLOAT16_RATIO * max(error.max_abs for error in errors)
-        error_limit = BFLOAT16_RATIO * max(error.max_relative for error in errors)
     return [
         judge_token(
             index,
@@ -140,14 +157,27 @@ def compare_tokens(
     ]
 
 
-def _judge_prompt_logits(ours: ErrorFigures, reference: Trace, peer: Trace | None) -> list[Bug]:
+def _bfloat16_limits(paths: Sequence[GreedyPath], peers: Sequence[GreedyPath]) -> tuple[float, float]:
+    """(margin, relative error) for `judge_token` from Hugging Face's own errors in bfloat16 along the same tokens.
+
+    An error of e moves the difference of two logits by up to 2 e, so a margin below twice the allowed error decides
+    nothing.
+    """
+    errors = [measure(peer.logits, path.logits) for peer, path in zip(peers, paths, strict=True)]
+    return (
+        2 * BFLOAT16_RATIO * max(error.max_abs for error in errors),
+        BFLOAT16_RATIO * max(error.max_relative for error in errors),
+    )
+
+
+def _judge_prompt_logits(ours: ErrorFigures, limit: float, reference: Trace, peer: Trace | None) -> list[Bug]:
     if peer is None:
-        error, limit = ours.max_relative, LOGIT_TOLERANCE
+        error = ours.max_relative
     else:
         error, limit = ours.rms, BFLOAT16_RATIO * measure(peer.logits, reference.logits).rms
     if error <= limit:
         return []
-    return [Bug("logits", f"logits of the prompt tokens through the whole model: error {error:.1e} above {limit:.1e}")]
+    return [Bug("logits", f"logits of the prompts through the whole model: error {error:.1e} above {limit:.1e}")]
 
 
 def _fit(
