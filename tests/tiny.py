@@ -1,5 +1,4 @@
-"""Tiny random Qwen3 folders written by transformers, and transformers as the oracle that judges us (the rig of the
-cases).
+"""Tiny random Qwen3 folders written by transformers, and transformers as the oracle (the rig of the cases).
 
 Everything that Hugging Face initialises to a constant is randomised: with q_norm and k_norm weights of 1, "normalise,
 then rotate" and "rotate, then normalise" are the same function, and a wrong model would pass.
@@ -28,9 +27,7 @@ TINY: dict[str, Any] = {
 
 
 def randomise_(model: torch.nn.Module, seed: int = 0) -> None:
-    """Random values for every parameter: matrices keep the scale of their input, norms lie in [0.5, 1.5], biases are
-    far from 0.
-    """
+    """Random values everywhere: matrices keep the scale of their input, norms are in [0.5, 1.5], biases far from 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -93,8 +90,6 @@ def random_tokens(count: int, *, seed: int = 0, vocab_size: int = 320) -> list[i
 
 
 def clear_positions(logits: torch.Tensor, margin: float = 1e-3) -> torch.Tensor:
-    """bool [T]: where the largest logit leads the second by more than `margin`, so that equal greedy tokens may be
-    demanded.
-    """
+    """bool [T]: the largest logit leads the second by more than `margin`, so equal greedy tokens may be demanded."""
     top = logits.topk(2, dim=-1).values
     return (top[..., 0] - top[..., 1]) > margin

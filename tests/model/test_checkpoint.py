@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from driving import Driver
-from plain_backend import PlainBackend
 from safetensors.torch import load_file, save_file
 
 from minipaged.errors import CheckpointError
 from minipaged.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.ops.backend import Backend, PackedLinear
+from minipaged.ops.reference import ReferenceBackend
+from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch_linear import TorchWeight
 from tiny import edit_json, hf_logits, load_hf, make_tiny_folder, random_tokens
 
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
 def load(folder: Path) -> Qwen3Model:
-    return Qwen3Model.from_folder(folder, PlainBackend(), dtype="float32", progress=False)
+    return Qwen3Model.from_folder(folder, TorchBackend(), dtype="float32", progress=False)
 
 
 def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
@@ -215,19 +219,55 @@ def test_dtype_of_a_config_that_states_none_is_the_files(tmp_path: Path) -> None
 def test_fp16_checkpoint_runs_in_float32(tmp_path: Path) -> None:
     """C53: auto on a CPU."""
     folder = make_tiny_folder(tmp_path, dtype=torch.float16)
-    model = Qwen3Model.from_folder(folder, PlainBackend(), progress=False)
+    model = Qwen3Model.from_folder(folder, TorchBackend(), progress=False)
     assert model.dtype == torch.float32
     assert_equals_hf(folder)
 
 
-def test_no_weight_depends_on_the_file_after_loading(tmp_path: Path) -> None:
-    """The mapping is dropped: overwriting the file leaves the model as it is."""
-    folder = make_tiny_folder(tmp_path)
+class KeepingBackend(TorchBackend):
+    """Keeps the very tensors it is given."""
+
+    copies_weights = False
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, use: str = "linear"
+    ) -> PackedLinear:
+        data = TorchWeight(rows=weight, packed=None, bias=bias, dtype=weight.dtype)
+        return PackedLinear(weight.shape[1], weight.shape[0], gated, data)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("make_backend", [TorchBackend, ReferenceBackend, KeepingBackend])
+def test_no_weight_depends_on_the_file_after_loading(tmp_path: Path, make_backend: type[Backend], dtype: str) -> None:
+    """The mapping is dropped and no buffer is shared: overwriting the file leaves the model as it is."""
+    folder = make_tiny_folder(tmp_path, attention_bias=True, dtype=getattr(torch, dtype))
     prompt = random_tokens(12)
-    model = load(folder)
+    model = Qwen3Model.from_folder(folder, make_backend(), dtype=dtype, progress=False)
     before = Driver(model, 4).step({0: prompt})
+    assert float((before - hf_logits(load_hf(folder, model.dtype), prompt)).abs().max()) < (
+        1e-4 if dtype == "float32" else 0.5
+    )
     path = folder / SINGLE_FILE
     size = path.stat().st_size
     with path.open("r+b") as file:  # in place: a mapping would see this
         file.write(b"\0" * size)
     assert torch.equal(Driver(model, 4).step({0: prompt}), before)
+
+
+def test_at_most_one_layer_is_in_memory_beside_the_packed_weights(tmp_path: Path) -> None:
+    """Tensors alive while loading: the source hands out one matrix's parts at a time, and nobody holds on to them."""
+    folder = make_tiny_folder(tmp_path, num_hidden_layers=6)
+    config, checkpoint = ModelConfig.from_folder(folder), Checkpoint(folder)
+    handed_out: list[weakref.ref[torch.Tensor]] = []
+    alive_at_once = []
+
+    class Watching:
+        def tensor(self, name: str) -> torch.Tensor:
+            tensor = checkpoint.tensor(name)
+            handed_out.append(weakref.ref(tensor))
+            alive_at_once.append(sum(reference() is not None for reference in handed_out))
+            return tensor
+
+    Qwen3Model.load(config, Watching(), TorchBackend(), dtype=torch.float32, progress=False)
+    assert len(handed_out) == len(checkpoint.shapes) == 2 + 6 * 11
+    assert max(alive_at_once) == 3  # q, k and v, which are stacked

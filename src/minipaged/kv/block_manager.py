@@ -12,17 +12,17 @@ Not thread-safe: one thread (the engine's) calls it. Nothing here touches K/V me
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from operator import index
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv.address import num_logical_blocks, slot
+from minipaged.kv.arguments import checked_int, id_list
 from minipaged.kv.block_pool import BlockPool
+from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener
 from minipaged.kv.eviction import EvictionPolicy, make_policy
 from minipaged.kv.invariants import check
@@ -43,20 +43,6 @@ class SequenceState:
     sequence_id: int
     sequence_length: int = 0
     block_table: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class CommitState:
-    """How far a sequence's tokens are known to the prefix cache, and where in the index its next block goes."""
-
-    salt: str | None
-    committed: int = 0  # tokens whose K/V is in memory
-    parent: Entry | None = None  # of the last full committed block's content, which may be another block's entry
-    pending: array[int] = field(default_factory=lambda: array("q"))  # committed tokens after the last full block
-    detached: bool = False  # its history has left the index: what follows could not be found, so it is not added
-
-    def detach(self) -> None:
-        self.detached, self.parent, self.pending = True, None, array("q")
 
 
 class KVBlockManager:
@@ -84,14 +70,14 @@ class KVBlockManager:
         eviction_policy: str | EvictionPolicy = "lru",
         listener: Listener | None = None,
     ) -> None:
-        self.num_physical_blocks = _integer("num_physical_blocks", num_physical_blocks, minimum=1)
-        self.block_size = _integer("block_size", block_size, minimum=1)
+        self.num_physical_blocks = checked_int("num_physical_blocks", num_physical_blocks, minimum=1)
+        self.block_size = checked_int("block_size", block_size, minimum=1)
         self.enable_prefix_caching = bool(enable_prefix_caching)
         if listener is not None and not callable(listener):
             raise TypeError(f"listener must be callable, got {listener!r}")
         order = list(range(self.num_physical_blocks))
         if free_order is not None:
-            order = [_integer("free_order", block, minimum=0) for block in free_order]
+            order = [checked_int("free_order", block, minimum=0) for block in free_order]
             if sorted(order) != list(range(self.num_physical_blocks)):
                 raise ValueError(
                     f"free_order must name each block 0..{self.num_physical_blocks - 1} once, "
@@ -101,7 +87,7 @@ class KVBlockManager:
         self._commits: dict[int, CommitState] = {}
         self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        self._pool = BlockPool(order, make_policy(eviction_policy), listener)
+        self._pool = BlockPool(order, self.block_size, make_policy(eviction_policy), listener)
 
     # --- how full the pool is ---
 
@@ -168,7 +154,7 @@ class KVBlockManager:
         (In one rare case the answer is more than would be taken: a copy is due, and each available block is the
         source of another copy that `take_block_copies` has not handed out yet, hence cannot be a destination.)
         """
-        return self._blocks_needed(self._state(sequence_id), _integer("num_tokens", num_tokens, minimum=0))
+        return self._blocks_needed(self._state(sequence_id), checked_int("num_tokens", num_tokens, minimum=0))
 
     def append_token(self, sequence_id: int) -> int:
         """Make room for one token; returns its flat slot, physical block * block_size + offset.
@@ -190,7 +176,7 @@ class KVBlockManager:
         OutOfBlocksError if blocks are missing.
         """
         state = self._state(sequence_id)
-        num_tokens = _integer("num_tokens", num_tokens, minimum=0)
+        num_tokens = checked_int("num_tokens", num_tokens, minimum=0)
         self._reserve(state, num_tokens)
         start, end, size = state.sequence_length, state.sequence_length + num_tokens, self.block_size
         state.sequence_length = end
@@ -205,7 +191,7 @@ class KVBlockManager:
         """One token for each of B distinct sequences, all or nothing: their flat slots, int64 [B]."""
         import torch
 
-        ids = _id_list(sequence_ids)
+        ids = id_list(sequence_ids)
         states = [self._state(sequence_id) for sequence_id in ids]
         if len(set(ids)) < len(ids):
             twice = next(sequence_id for place, sequence_id in enumerate(ids) if sequence_id in ids[:place])
@@ -221,7 +207,7 @@ class KVBlockManager:
         IndexError if no such token has a slot.
         """
         state = self._state(sequence_id)
-        token_pos = _integer("token_pos", token_pos)
+        token_pos = checked_int("token_pos", token_pos)
         if not 0 <= token_pos < state.sequence_length:
             raise IndexError(f"sequence {sequence_id} has {state.sequence_length} tokens, none at position {token_pos}")
         logical, offset = divmod(token_pos, self.block_size)
@@ -239,7 +225,7 @@ class KVBlockManager:
             self._pool.share(block)
             self._pool.emit("share", block, child_id, logical)
         commit = self._commits[parent_id]
-        child = self._add_sequence(child_id, list(parent.block_table), replace(commit, pending=commit.pending[:]))
+        child = self._add_sequence(child_id, list(parent.block_table), commit.fork())
         child.sequence_length = parent.sequence_length
         return child
 
@@ -293,7 +279,7 @@ class KVBlockManager:
         """Block tables as int32 [B, longest], padded with `pad`."""
         import torch
 
-        tables = [self._state(sequence_id).block_table for sequence_id in _id_list(sequence_ids)]
+        tables = [self._state(sequence_id).block_table for sequence_id in id_list(sequence_ids)]
         rows = np.full((len(tables), max(map(len, tables), default=0)), pad, dtype=np.int32)
         for row, table in zip(rows, tables, strict=True):
             row[: len(table)] = table
@@ -303,7 +289,7 @@ class KVBlockManager:
         """Sequence lengths in tokens, int32 [B]."""
         import torch
 
-        lengths = [self._state(sequence_id).sequence_length for sequence_id in _id_list(sequence_ids)]
+        lengths = [self._state(sequence_id).sequence_length for sequence_id in id_list(sequence_ids)]
         return torch.tensor(lengths, dtype=torch.int32)
 
     # --- prefix cache ---
@@ -321,7 +307,8 @@ class KVBlockManager:
     ) -> SequenceState:
         """A new sequence that shares the cached prefix of `token_ids`.
 
-        Its length is `match_prefix`, and its tokens count as committed. Allocates nothing; the blocks found cannot be evicted while it lives. ValueError if the id lives.
+        Its length is `match_prefix`, and its tokens count as committed. Allocates nothing; the blocks found cannot be
+        evicted while it lives. ValueError if the id lives.
         """
         sequence_id = self._new_id(sequence_id)
         keys, depth, entry = self._match(token_ids, salt)
@@ -343,9 +330,10 @@ class KVBlockManager:
     def commit_tokens(self, sequence_id: int, token_ids: Iterable[int]) -> None:
         """The tokens that follow those already committed; their K/V is in memory NOW.
 
-        Blocks that they fill become findable. A block whose content is cached already stays private, but what follows is found below the cached one. Once
-        a sequence's history has been evicted under it, or forgotten by `reset_prefix_cache`, its later blocks are
-        not cached. ValueError beyond sequence_length, or if a shared block was committed with other tokens.
+        Blocks that they fill become findable. A block whose content is cached already stays private, but what follows
+        is found below the cached one. Once a sequence's history has been evicted under it, or forgotten by
+        `reset_prefix_cache`, its later blocks are not cached.
+        ValueError beyond sequence_length, or if a shared block was committed with other tokens.
         """
         state = self._state(sequence_id)
         commit = self._commits[state.sequence_id]
@@ -356,13 +344,8 @@ class KVBlockManager:
                 f"sequence {sequence_id} has {state.sequence_length} tokens with a slot, {commit.committed} of them "
                 f"committed: {len(tokens)} more cannot be; append them first"
             )
-        if commit.parent is not None and not commit.parent.alive:
-            commit.detach()
-        if self.enable_prefix_caching and not commit.detached:
-            tokens = commit.pending + tokens
-            if len(tokens) >= self.block_size:
-                self._cache_blocks(state, commit, tokens)
-            commit.pending = tokens[len(tokens) - len(tokens) % self.block_size :]
+        if self.enable_prefix_caching:
+            commit.add(self._pool, state, tokens)
         commit.committed = end
 
     def reset_prefix_cache(self) -> None:
@@ -402,13 +385,13 @@ class KVBlockManager:
             raise UnknownSequenceError(sequence_id) from None
 
     def _new_id(self, sequence_id: int) -> int:
-        sequence_id = _integer("sequence_id", sequence_id)
+        sequence_id = checked_int("sequence_id", sequence_id)
         if sequence_id in self.sequences:
             raise ValueError(f"sequence {sequence_id} lives already; release it first or choose another id")
         return sequence_id
 
     def _block(self, block_id: int) -> int:
-        block = _integer("block_id", block_id)
+        block = checked_int("block_id", block_id)
         if not 0 <= block < self.num_physical_blocks:
             raise ValueError(f"block {block} is outside the pool of {self.num_physical_blocks} blocks")
         return block
@@ -488,42 +471,3 @@ class KVBlockManager:
             keys = self.prefix_keys(token_ids, salt=salt)
         entry, depth = self._pool.index.match(keys)
         return keys, depth, entry
-
-    def _cache_blocks(self, state: SequenceState, commit: CommitState, tokens: array[int]) -> None:
-        """Index the full blocks of `tokens`, the first of which starts a block: commit.committed // block_size."""
-        size, pool = self.block_size, self._pool
-        first = commit.committed // size
-        full = [tokens[start : start + size].tobytes() for start in range(0, len(tokens) - size + 1, size)]
-        blocks = state.block_table[first : first + len(full)]
-        found: list[Entry] = []  # content that is cached already; below the first miss nothing can be
-        for content in full:
-            entry = pool.index.find(found[-1] if found else commit.parent, commit.salt, content)
-            if entry is None:
-                break
-            found.append(entry)
-        for place, block in enumerate(blocks):
-            cached = pool.entry_of[block]
-            if cached is not None and (place >= len(found) or cached is not found[place]):
-                raise ValueError(
-                    f"block {block} of sequence {state.sequence_id} was committed with other tokens by its sharer"
-                )
-        if found:
-            commit.parent = found[-1]
-        for place in range(len(found), len(full)):
-            commit.parent = pool.cache(commit.parent, commit.salt, full[place], blocks[place])
-            pool.emit("commit", blocks[place], state.sequence_id, first + place)
-
-
-def _integer(name: str, value: Any, *, minimum: int | None = None) -> int:
-    """`value` as an int (numpy integers too, but no bool). TypeError or ValueError with the name otherwise."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = index(value)
-    if minimum is not None and number < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {number}")
-    return number
-
-
-def _id_list(sequence_ids: Any) -> list[int]:
-    """Sequence ids from any iterable; numpy arrays and tensors become plain integers first."""
-    return list(sequence_ids.tolist() if hasattr(sequence_ids, "tolist") else sequence_ids)

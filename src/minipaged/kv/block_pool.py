@@ -24,7 +24,10 @@ from minipaged.kv.prefix_index import Entry, PrefixIndex
 class BlockPool:
     """Free queue, reference counts, idle cached blocks and pending copies of `len(free_order)` blocks."""
 
-    def __init__(self, free_order: Sequence[int], policy: EvictionPolicy, listener: Listener | None) -> None:
+    def __init__(
+        self, free_order: Sequence[int], block_size: int, policy: EvictionPolicy, listener: Listener | None
+    ) -> None:
+        self.block_size = block_size
         self.free = list(reversed(free_order))  # a stack: the front of the queue is the end of the list
         self.ref_count = [0] * len(self.free)
         self.references = 0  # sum of ref_count

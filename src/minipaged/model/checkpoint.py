@@ -1,5 +1,4 @@
-"""`Checkpoint`: a folder of safetensors files, single or sharded, checked against the model before the first byte of
-weights is read.
+"""`Checkpoint`: a folder of safetensors files, single or sharded, checked before any weight is read.
 
 Nothing is loaded twice or kept: `tensor` maps the file for one tensor, and the mapping goes when that tensor does. (A
 mapping of a whole shard would count as resident for as long as any of its tensors is used.)

@@ -1,6 +1,4 @@
-"""Which number type a model runs in: "auto" follows the checkpoint where the processor can, and float32 where it
-cannot.
-"""
+"""Which number type a model runs in: that of its checkpoint where the processor can, float32 where it cannot."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86 tiles, arm (as /pro
 
 
 def read_cpu_flags() -> frozenset[str]:
-    """Instruction set names of this processor in the spelling of Linux's /proc/cpuinfo; empty where they cannot be
-    read.
-    """
+    """Instruction sets of this processor as /proc/cpuinfo spells them; empty where they cannot be read."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():

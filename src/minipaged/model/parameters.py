@@ -1,6 +1,4 @@
-"""The tensors of a dense Qwen3 as data: names in a Hugging Face checkpoint, their shapes, and which are stacked into
-one matrix.
-"""
+"""The tensors of a dense Qwen3 as data: names in a checkpoint, shapes, and which are stacked into one matrix."""
 
 from __future__ import annotations
 

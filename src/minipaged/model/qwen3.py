@@ -9,8 +9,9 @@ V vocabulary. A layer is two residual blocks:
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -100,8 +101,10 @@ class Qwen3Model:
 
     @torch.no_grad()
     def hidden_states(self, token_ids: Tensor, plan: AttentionPlan, caches: Sequence[PagedKVCache]) -> Tensor:
-        """All layers without the head: [T, hidden] in the model's dtype, before the final norm; valid until the next
-        step.
+        """All layers without the head: [T, hidden] in the model's dtype, before the final norm.
+
+        Valid until the next step. With `logits`, the two halves of `forward`: a caller that wants the logits of many
+        rows (prompt log-probabilities) can take them in slices instead of in one huge tensor.
         """
         backend, batch = self.backend, plan.batch
         act = self._buffers.views(token_ids.shape[0])
@@ -127,8 +130,9 @@ class Qwen3Model:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Final norm and output head, for the given rows only: [T, hidden] -> float32 [R, V], valid until the next
-        call.
+        """Final norm and output head, for the given rows only: [T, hidden] -> float32 [R, V].
+
+        A view of a persistent buffer: valid until the next call.
         """
         if rows is not None:
             hidden = hidden.index_select(0, rows)
@@ -232,6 +236,7 @@ class _WeightLoader:
     ) -> None:
         self._source, self._backend, self._config = source, backend, config
         self._dtype, self._device = dtype, device
+        self._staging = torch.empty(0, dtype=dtype, device=device)
 
     def layer(self, prefix: str) -> Layer:
         biased = ("qkv", "out") if self._config.attention_bias else ()
@@ -258,20 +263,38 @@ class _WeightLoader:
     def linear(
         self, *weights: str, biases: Sequence[str] = (), gated: bool = False, use: Use = "linear"
     ) -> PackedLinear:
-        bias = self._stacked(biases) if biases else None
-        return self._backend.pack_linear(self._stacked(weights), bias, gated=gated, use=use)
+        bias = self._own(biases) if biases else None
+        return self._backend.pack_linear(self._weight(weights), bias, gated=gated, use=use)
 
     def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._owned(name), self._config.rms_norm_eps)
+        return RMSNorm(self._own([name]), self._config.rms_norm_eps)
 
-    def _stacked(self, names: Sequence[str]) -> Tensor:
-        """[sum of rows, in]: the tensors on top of each other; memory of its own unless the back end copies anyway."""
-        if len(names) > 1:
-            return torch.cat([self._source.tensor(name).to(self._device, self._dtype) for name in names])
-        if self._backend.copies_weights:
+    def _weight(self, names: Sequence[str]) -> Tensor:
+        """[sum of rows, in] for `pack_linear`: a view of the file, or a reused buffer, if the back end copies anyway.
+
+        Fresh memory costs more than the copy into it (a page fault every 4 KiB), hence the reuse.
+        """
+        if not self._backend.copies_weights:
+            return self._own(names)
+        if len(names) == 1:
             return self._source.tensor(names[0]).to(self._device, self._dtype)
-        return self._owned(names[0])
+        return self._stack(names, self._reuse)
 
-    def _owned(self, name: str) -> Tensor:
-        """A copy that does not depend on the source's file."""
-        return self._source.tensor(name).to(self._device, self._dtype, copy=True)
+    def _own(self, names: Sequence[str]) -> Tensor:
+        """The tensors on top of each other in memory of their own, independent of the file."""
+        return self._stack(names, lambda shape: torch.empty(shape, dtype=self._dtype, device=self._device))
+
+    def _stack(self, names: Sequence[str], allocate: Callable[[tuple[int, ...]], Tensor]) -> Tensor:
+        parts = [self._source.tensor(name) for name in names]
+        stacked = allocate((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
+        start = 0
+        for part in parts:
+            stacked[start : start + part.shape[0]].copy_(part)  # converts and moves to the device on the way
+            start += part.shape[0]
+        return stacked
+
+    def _reuse(self, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape)
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=self._dtype, device=self._device)
+        return self._staging[:size].view(shape)
