@@ -224,12 +224,12 @@ class Request:
     def output(self) -> RequestOutput:
         """A snapshot of the whole request."""
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            [child.output() for child in self.children],
-            self.finished,
-            None if self.prompt_logprobs is None else self.prompt_logprobs[:],
-            self.num_cached_tokens,
-            self.metrics,
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
+            outputs=[child.output() for child in self.children],
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
         )
