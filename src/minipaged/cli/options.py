@@ -82,6 +82,8 @@ SAMPLING_FLAGS = (
 
 PANELS = {"llm": "Model and engine", "sampling": "Sampling"}
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 COMMON_FLAGS = (
     Flag("log_level", str, "warning", "debug, info, warning or error."),
     Flag("debug", bool, False, "Show the traceback of an error."),
@@ -109,6 +111,8 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             level = given.pop("log_level").upper()
             with readable_errors(debug=given.pop("debug")):
                 with usage_errors():
+                    if level not in LOG_LEVELS:
+                        raise ValueError(f"log level {level.lower()!r} is unknown; choose debug, info, warning or error")
                     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 
