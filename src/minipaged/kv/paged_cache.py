@@ -6,7 +6,10 @@ nothing of sequences: who owns which block is the block manager's business.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -40,8 +43,8 @@ class PagedKVCache:
         else:
             # Not an inference tensor, even if the engine builds it in inference mode: users write to it from anywhere.
             with torch.inference_mode(False):
-                self.key_cache = torch.zeros(shape, dtype=dtype or torch.bfloat16, device=device)
-                self.value_cache = torch.zeros(shape, dtype=dtype or torch.bfloat16, device=device)
+                self.key_cache = _zeros(shape, dtype or torch.bfloat16, device)
+                self.value_cache = _zeros(shape, dtype or torch.bfloat16, device)
         self.num_blocks, self.num_kv_heads, self.block_size, self.head_dim = shape
 
     @classmethod
@@ -80,7 +83,7 @@ class PagedKVCache:
         )
 
     @torch.no_grad()
-    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor | Sequence[int]) -> None:
         """Store one token per slot: key and value [T, Hkv, D], slot_mapping int64 [T].
 
         Any strides; values are converted to the cache's dtype. Slot -1
@@ -88,6 +91,7 @@ class PagedKVCache:
         Two tokens with the same slot: one of them stays, which one is undefined.
         """
         slots = torch.as_tensor(slot_mapping, device=self.device)
+        slots = slots if slots.numel() else slots.long()  # an empty list has no integer type of its own
         _check_tokens("key", key, slots, self.num_kv_heads, self.head_dim)
         _check_tokens("value", value, slots, self.num_kv_heads, self.head_dim)
         if slots.numel() == 0:
@@ -158,6 +162,18 @@ class PagedKVCache:
         """Set every element of K and V; tests poison a cache with NaN this way."""
         self.key_cache.fill_(value)
         self.value_cache.fill_(value)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros that cost neither time nor memory until a block is used; `torch.zeros` would write them all."""
+    if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A wish: fewer address translations when blocks are read all over the pool. Not every kernel grants it.
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _check_storage(key: Tensor, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:

@@ -215,11 +215,12 @@ def _check_rows(query: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> lis
         raise ValueError(
             f"query_start_loc must run from 0 to {num_tokens} tokens, it runs from {starts[0]} to {starts[-1]}"
         )
+    for row, (start, stop) in enumerate(pairwise(starts)):
+        if start > stop:
+            raise ValueError(f"query_start_loc falls from {start} to {stop} at sequence {row}")
     lengths: list[int] = seq_lens.tolist()
     for row, length in enumerate(lengths):
         count = starts[row + 1] - starts[row]
-        if count < 0:
-            raise ValueError(f"query_start_loc falls from {starts[row]} to {starts[row + 1]} at sequence {row}")
         if length < 0:
             raise ValueError(f"seq_lens[{row}] is {length}, must be at least 0")
         if count > length > 0:

@@ -274,7 +274,7 @@ class _Tiles:
                 flat = self._scratch.get(name, (tiles.numel(), g.block_size * g.head_dim), tensor.dtype, tensor.device)
                 torch.index_select(_dense_tiles(tensor, g.tiles_per_block), 0, tiles, out=flat)
             else:
-                flat = tensor[tiles // g.num_kv_heads, tiles % g.num_kv_heads]
+                flat = tensor[tiles // g.num_kv_heads, tiles % g.num_kv_heads].contiguous()
             if flat.dtype != g.dtype:
                 flat = self._scratch.get(f"{name} converted", tuple(flat.shape), g.dtype, flat.device).copy_(flat)
             if unused is not None:

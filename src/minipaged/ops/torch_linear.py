@@ -55,7 +55,9 @@ class TorchWeight:
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
     """Whether torch can pack a weight of this dtype and computes the right thing with it; tried once."""
-    if dtype not in (torch.float32, torch.bfloat16) or not torch._C._has_mkldnn:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     ops = torch.ops.mkldnn
     if not (hasattr(ops, "_linear_pointwise") and hasattr(ops, "_reorder_linear_weight")):
