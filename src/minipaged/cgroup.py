@@ -29,7 +29,9 @@ def memory_limit(proc: Path = PROC, root: Path = CGROUP) -> int | None:
 
 
 def available_memory(proc: Path = PROC, root: Path = CGROUP) -> int | None:
-    """Bytes that can still be taken without swapping: the machine's `MemAvailable`, or less if a group's limit is nearer; None if unknown."""
+    """Bytes that can still be taken without swapping: the machine's `MemAvailable`, or less if a group's limit is
+    nearer; None if unknown.
+    """
     rooms = [limit - used for limit, used in _memory(proc, root)]
     for line in _lines(proc / "meminfo"):
         if line.startswith("MemAvailable:"):
@@ -38,7 +40,9 @@ def available_memory(proc: Path = PROC, root: Path = CGROUP) -> int | None:
 
 
 def _memory(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each group that has a limit. File pages that the kernel can drop at once do not count as used."""
+    """(limit, used) of each group that has a limit. File pages that the kernel can drop at once do not count as
+    used.
+    """
     for group in _groups("memory", proc, root):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
         used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
@@ -49,7 +53,9 @@ def _memory(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(controller: str, proc: Path, root: Path) -> Iterator[Path]:
-    """The directories of this process's group for one controller and of all groups above it, as far as they are visible here."""
+    """The directories of this process's group for one controller and of all groups above it, as far as they are visible
+    here.
+    """
     mounts = {
         root,
         root / controller,

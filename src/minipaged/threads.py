@@ -1,4 +1,6 @@
-"""How many threads to compute with: the processors this process may really use, set once before the first tensor is touched."""
+"""How many threads to compute with: the processors this process may really use, set once before the first tensor is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _chosen: int | None = None
 def default_threads(proc: Path = cgroup.PROC, root: Path = cgroup.CGROUP) -> int:
     """min(processors in the affinity mask, whole processors in the control group's quota), at least 1.
 
-    torch counts the processors of the host; in a container with a smaller quota its lock-step threads would be throttled.
+    torch counts the processors of the host; in a container with a smaller quota its lock-step threads would be
+    throttled.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup.cpu_quota(proc, root)
@@ -30,7 +33,8 @@ def default_threads(proc: Path = cgroup.PROC, root: Path = cgroup.CGROUP) -> int
 def set_threads(threads: int | None = None) -> int:
     """Fix the number of compute threads of this process and return it; the first call decides.
 
-    threads: what the user wants, at least 1; None = `default_threads()`, or what is set already. A later, different number only
+    threads: what the user wants, at least 1; None = `default_threads()`, or what is set already. A later, different
+    number only
     warns: the thread pool is shared by everything in the process.
     """
     global _chosen  # noqa: PLW0603 - the thread count is the process's, not an engine's

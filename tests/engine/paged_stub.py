@@ -1,8 +1,9 @@
 """A runner without a model whose output depends on every token that it reads through the paged memory.
 
 The next token is a hash of the whole history, and the history is read slot by slot through the block table, not from
-the request. A wrong slot, table, copy, a block that is shared with the wrong content or re-used too early: each changes the
-output, and what was never written (or was freed: the memory is poisoned by the block manager's events) is an error at once.
+the request. A wrong slot, table, copy, a block that is shared with the wrong content or re-used too early: each changes
+the output, and what was never written (or was freed: the memory is poisoned by the block manager's events) is an error
+at once.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class PagedMemory:
 
 
 class PagedStubRunner:
-    """`fail(step)`: raise in that step, after half of the writes; `bad_row(step, sequence)`: that row's logits are NaN."""
+    """`fail(step)`: raise in that step, after half of the writes; `bad_row(step, sequence)`: that row's logits are
+    NaN.
+    """
 
     def __init__(
         self,
@@ -109,7 +112,9 @@ class PagedStubRunner:
 
 
 def check_plan(plan: StepPlan, manager: KVBlockManager) -> None:
-    """What every plan must be: contiguous with what is in memory, slots distinct and those of the table, tokens counted."""
+    """What every plan must be: contiguous with what is in memory, slots distinct and those of the table, tokens
+    counted.
+    """
     seen: set[int] = set()
     for row in plan.rows:
         sequence, end = row.sequence, row.start + row.num_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from paged_stub import VOCAB, PagedMemory, PagedStubRunner, oracle
+
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.outputs import RequestOutput
@@ -12,7 +14,6 @@ from minipaged.engine.plan import StepPlan
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
 from minipaged.kv import KVBlockManager
-from paged_stub import VOCAB, PagedMemory, PagedStubRunner, oracle
 
 NUM_BLOCKS = 16
 
@@ -47,7 +48,9 @@ def make_scenario(rng: Random, *, faults: bool = True) -> Scenario:
     jobs = []
     for number in range(rng.randint(1, 10)):
         shared = rng.randint(0, pool // 2)
-        prompt = rng.choice(roots)[:shared] + [rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 2, block_size, 7]))]
+        prompt = rng.choice(roots)[:shared] + [
+            rng.randrange(VOCAB) for _ in range(rng.choice([0, 1, 2, block_size, 7]))
+        ]
         prompt = prompt or [number]
         max_tokens = rng.randint(1, min(40, max(1, pool - len(prompt))))
         params = SamplingParams(
@@ -160,7 +163,9 @@ class Rig:
         return last
 
     def bound_on_steps(self) -> int:
-        """The oldest request computes at least one token per turn, and has at most prompt + max_tokens to compute once it is oldest."""
+        """The oldest request computes at least one token per turn, and has at most prompt + max_tokens to compute once
+        it is oldest.
+        """
         turns = -(-self.scenario.max_num_seqs // self.scenario.budget)
         return 10 + turns * sum(job.params.n * (len(job.prompt) + job.params.max_tokens) for job in self.scenario.jobs)
 
@@ -178,7 +183,9 @@ class Rig:
 
 
 def check_against_oracle(scenario: Scenario, outputs: dict[str, RequestOutput]) -> int:
-    """Each finished child equals the oracle, each aborted or failed one is the beginning of it; returns how many tokens were compared."""
+    """Each finished child equals the oracle, each aborted or failed one is the beginning of it; returns how many tokens
+    were compared.
+    """
     compared = 0
     for job in scenario.jobs:
         output = outputs.get(job.request_id)

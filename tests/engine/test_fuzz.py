@@ -1,4 +1,5 @@
-"""Differential fuzz of engine, scheduler and block manager: random workloads on 16 blocks against "the same request alone".
+"""Differential fuzz of engine, scheduler and block manager: random workloads on 16 blocks against "the same request
+alone".
 
 `MINIPAGED_FUZZ_SECONDS` sets how long `test_long_fuzz` runs (default 600).
 """
@@ -30,7 +31,7 @@ def test_any_workload_gives_the_oracles_tokens(rng: Random) -> None:
 
 def fuzz(seconds: float, first_seed: int) -> None:
     end = time.monotonic() + seconds
-    seed, tokens, preemptions, hits, copies, shared_waits = first_seed, 0, 0, 0, 0, 0
+    seed, tokens, preemptions, hits, copies = first_seed, 0, 0, 0, 0
     while time.monotonic() < end:
         try:
             compared, rig = play(Random(seed))

@@ -1,7 +1,7 @@
 """The arrays that tell the model what a step computes, kept in persistent buffers that are filled in place.
 
-Nothing here grows with the length of a sequence: block-table rows are extended by the block manager's events, one number per
-new block, and a step writes one number per computed token.
+Nothing here grows with the length of a sequence: block-table rows are extended by the block manager's events, one
+number per new block, and a step writes one number per computed token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Array = np.ndarray[Any, Any]
 class BlockTables:
     """A mirror of the block manager's tables, int32 [rows, width]: one row per sequence that holds blocks.
 
-    `on_event` is the manager's listener; `release` gives rows back (a sequence that shares all its blocks leaves no event behind).
+    `on_event` is the manager's listener; `release` gives rows back (a sequence that shares all its blocks leaves no
+    event behind).
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -64,7 +65,9 @@ class BlockTables:
 
 @dataclass(slots=True)
 class Batch:
-    """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are wanted."""
+    """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are
+    wanted.
+    """
 
     token_ids: Tensor
     attention: AttentionBatch
@@ -110,7 +113,9 @@ class BatchMetadata:
             self._buffers[name] = np.zeros(size, dtype=np.int32)
 
     def fill(self, plan: StepPlan) -> Batch:
-        """The arrays of one step. IndexError if a slot lies outside the pool (nothing has been written to the cache then)."""
+        """The arrays of one step. IndexError if a slot lies outside the pool (nothing has been written to the cache
+        then).
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -6,8 +6,8 @@
                                               commit, append, fork, finish   (what the result means)
                                               outputs of the requests that advanced or ended
 
-Ownership: `add_request` and `abort` touch nothing but the queue and the set of live ids, under one lock. Everything else belongs to
-the thread that calls `step`.
+Ownership: `add_request` and `abort` touch nothing but the queue and the set of live ids, under one lock. Everything
+else belongs to the thread that calls `step`.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from minipaged.engine.config import EngineConfig
-from minipaged.engine.outputs import RequestMetrics, RequestOutput
-from minipaged.engine.request import Child, ChildState, Request
+from minipaged.engine.outputs import RequestOutput
+from minipaged.engine.request import Child, Request
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.stats import EngineStats
 from minipaged.errors import RequestTooLargeError
 
 if TYPE_CHECKING:
     from minipaged.engine.outputs import FinishReason
-    from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan, StepResult
+    from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
     from minipaged.engine.sampling_params import SamplingParams
     from minipaged.kv import KVBlockManager
     from minipaged.model.tokenizer import Tokenizer
@@ -90,13 +90,15 @@ class Engine:
     ) -> None:
         """Queue a request; it is considered from the next step on.
 
-        RequestTooLargeError (a ValueError) if it can never fit; ValueError for a live id, an empty prompt, token ids outside the
-        vocabulary, or text without a tokenizer. Nothing has happened then.
+        RequestTooLargeError (a ValueError) if it can never fit; ValueError for a live id, an empty prompt, token ids
+        outside the vocabulary, or text without a tokenizer. Nothing has happened then.
         """
         self.submit(self.prepare(request_id, prompt, sampling_params, cache_salt=cache_salt))
 
     def abort(self, request_id: str) -> None:
-        """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids: nothing happens."""
+        """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids:
+        nothing happens.
+        """
         with self._lock:
             request = self._live.get(request_id)
             if request is not None:
@@ -113,15 +115,19 @@ class Engine:
         sampling_params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        prompt_text: str | None = None,
     ) -> Request:
-        """Check a request and build it without any effect on the engine (see `add_request`); `submit` queues it."""
+        """Check a request and build it without any effect on the engine (see `add_request`); `submit` queues it.
+
+        prompt_text: what token ids were made from, to be shown in the output.
+        """
         text, token_ids = self._tokenize(prompt)
         params = self._fit(len(token_ids), sampling_params)
         serial = next(self._serials)
         seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
         return Request(
             request_id,
-            text,
+            prompt_text if text is None else text,
             token_ids,
             params,
             seed=seed,
@@ -174,14 +180,14 @@ class Engine:
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
         if prompt_len + max_tokens > self.max_model_len:
             raise RequestTooLargeError(
-                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = {self.max_model_len}; "
-                "shorten the prompt, lower max_tokens or raise max_model_len"
+                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
+                f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
             )
         needed = -(-(prompt_len + max_tokens - 1) // manager.block_size)
         if needed > manager.num_physical_blocks:
             raise RequestTooLargeError(
-                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size}, the pool has "
-                f"{manager.num_physical_blocks}; lower max_tokens or raise num_blocks or kv_cache_memory"
+                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size} "
+                f"tokens, the pool has {manager.num_physical_blocks}; lower max_tokens or raise num_blocks or kv_cache_memory"
             )
         return params.resolve(self.config.generation_defaults, max_tokens)
 
@@ -190,8 +196,8 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one mixed batch; one cumulative output per request that got tokens or ended.
 
-        An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. What is not an
-        `Exception` (Ctrl-C) passes through; running sequences then start again from their token history.
+        An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. What is
+        not an `Exception` (Ctrl-C) passes through; running sequences then start again from their token history.
         """
         touched: dict[Request, None] = {}
         try:
@@ -202,7 +208,8 @@ class Engine:
             elif self.scheduler.waiting and not self.scheduler.running:
                 self._fail_stuck(touched)
         except BaseException:
-            # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping true again.
+            # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
+            # true again.
             for child in list(self.scheduler.running):
                 self.scheduler.preempt(child)
             raise
@@ -230,7 +237,7 @@ class Engine:
     def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
         scheduled = self.clock()
         for row in plan.rows:
-            metrics = row.sequence.request.metrics
+            metrics = _request(row).metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = scheduled
         try:
@@ -240,11 +247,11 @@ class Engine:
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
             for row in plan.rows:
-                self._end(row.sequence.request, "error", f"{type(error).__name__}: {error}", touched)
+                self._end(_request(row), "error", f"{type(error).__name__}: {error}", touched)
             return
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
-            request = row.sequence.request
+            request = _request(row)
             if request.finished:
                 continue  # a sibling failed a moment ago
             try:
@@ -254,8 +261,10 @@ class Engine:
                 self._end(request, "error", f"{type(error).__name__}: {error}", touched)
 
     def _apply(self, row: ScheduledSequence, result: RowResult, now: float, touched: dict[Request, None]) -> None:
-        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked, the finished leave."""
-        child: Child = row.sequence
+        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
+        the finished leave.
+        """
+        child = cast("Child", row.sequence)
         request = child.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
@@ -271,14 +280,16 @@ class Engine:
             request.metrics.first_token_time = now
         for parent, fork in request.advance(row, result):
             self.scheduler.fork(parent, fork)
-        for sibling in row.sample_for:
+        for sibling in cast("tuple[Child, ...]", row.sample_for):
             if sibling.finish_reason is not None:
                 self.scheduler.remove(sibling)
         if request.finished:
             self._forget(request, now)
 
     def _mark_computed(self, child: Child, start: int, computed: int) -> None:
-        """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full blocks."""
+        """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
+        blocks.
+        """
         if start < child.computed_before:
             again = min(computed, child.computed_before) - start
             child.request.metrics.num_recomputed_tokens += again
@@ -304,18 +315,35 @@ class Engine:
     def _forget(self, request: Request, now: float) -> None:
         request.metrics.finished_time = now
         with self._lock:
-            del self._live[request.request_id]
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
 
     def _fail_stuck(self, touched: dict[Request, None]) -> None:
-        """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of this pool."""
+        """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
+        this pool.
+        """
         manager, child = self.block_manager, self.scheduler.waiting[0]
         self._end(
             child.request,
             "error",
-            f"{child.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of {manager.num_physical_blocks} are "
-            "available although no request runs: something else holds blocks of this engine's manager",
+            f"{child.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
+            f"{manager.num_physical_blocks} are available although no request runs: "
+            "something else holds blocks of this engine's manager",
             touched,
         )
+
+    # ---- ending requests at once, from the thread that steps
+
+    def drop(self, request: Request) -> None:
+        """End a submitted request now, without an output; nothing happens if it is over. Only for the thread that calls
+        `step`.
+        """
+        self._end(request, "abort", None, {})
+
+    def drop_all(self) -> None:
+        """`drop` every live request."""
+        for request in list(self._live.values()):
+            self.drop(request)
 
     # ---- numbers
 
@@ -337,6 +365,11 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             internal_fragmentation_tokens=manager.internal_fragmentation_tokens(),
         )
+
+
+def _request(row: ScheduledSequence) -> Request:
+    """Whose row it is: the sequences in this engine's plans are its requests' children."""
+    return cast("Child", row.sequence).request
 
 
 def _as_token_id(token: Any) -> int:

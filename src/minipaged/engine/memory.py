@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from minipaged.kv.address import num_logical_blocks
 
 CPU_MEMORY_SHARE = 0.25
-"""Share of the memory left after the weights that the pool takes on the CPU when nothing is said: other processes live there too."""
+"""Share of the memory left after the weights that the pool takes on the CPU when nothing is said: other processes live
+there too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """num_blocks blocks serve requests of at most max_model_len tokens; `note` says what was lowered, for the start-up summary."""
+    """num_blocks blocks serve requests of at most max_model_len tokens; `note` says what was lowered, for the start-up
+    summary.
+    """
 
     num_blocks: int
     max_model_len: int
@@ -30,11 +34,13 @@ def size_pool(
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
 ) -> PoolSize:
-    """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may take.
+    """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
+    take.
 
-    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never written, so
-    N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory cannot hold one request of
-    an explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
+    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never
+    written, so N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory
+    cannot hold one request of an explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the
+    pool, with a warning.
     """
     for name, value in (
         ("num_blocks", num_blocks),
@@ -50,8 +56,8 @@ def size_pool(
     if num_blocks is not None:
         if num_blocks < wanted_blocks:
             note = (
-                f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, less than max_model_len = {wanted_len}: "
-                "longer ones will be refused"
+                f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
+                f"less than max_model_len = {wanted_len}: longer ones will be refused"
             )
             warnings.warn(note, stacklevel=3)
             return PoolSize(num_blocks, wanted_len, note)
@@ -67,9 +73,12 @@ def size_pool(
         return PoolSize(blocks, wanted_len)
     if max_model_len is not None:
         raise ValueError(
-            f"one request of max_model_len = {max_model_len} tokens needs {wanted_blocks * block_bytes} bytes of K/V, and {source} is "
-            f"{budget} bytes: raise kv_cache_memory or lower max_model_len"
+            f"one request of max_model_len = {max_model_len} tokens needs {wanted_blocks * block_bytes} bytes of K/V, "
+            f"and {source} is {budget} bytes: raise kv_cache_memory or lower max_model_len"
         )
-    note = f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, holds {blocks} blocks; raise kv_cache_memory"
+    note = (
+        f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
+        f"holds {blocks} blocks; raise kv_cache_memory"
+    )
     warnings.warn(note, stacklevel=3)
     return PoolSize(blocks, blocks * block_size + 1, note)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minipaged.engine.sequence import Sequence
 
 if TYPE_CHECKING:
-    from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
     from minipaged.engine.outputs import FinishReason
+    from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
     from minipaged.engine.sampling_params import SamplingParams
     from minipaged.kv import PrefixKeys
     from minipaged.model.tokenizer import Tokenizer
@@ -21,7 +21,9 @@ Order = tuple[int, int, int]
 
 
 class ChildState(Enum):
-    """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the prompt."""
+    """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the
+    prompt.
+    """
 
     NEW = 0
     WAITING = 1
@@ -38,7 +40,9 @@ class Child(Sequence):
     order: Order  # place in the scheduler's total order: (virtual arrival, serial of the request, index)
     state: ChildState = ChildState.NEW
     samples_with: tuple[Child, ...] = ()
-    """Who draws from this sequence's logits: itself, or, for the leader of n siblings until the prompt is computed, all n."""
+    """Who draws from this sequence's logits: itself, or, for the leader of n siblings until the prompt is computed, all
+    n.
+    """
     num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
     computed_before: int = 0  # tokens computed before the last preemption: computing them again is waste, and counted
     waits_for: tuple[Child, int] | None = (
@@ -65,7 +69,9 @@ class Child(Sequence):
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the model."""
+        """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the
+        model.
+        """
         collected = self.request.prompt_logprobs
         return collected is not None and self.index == 0 and len(collected) < self.num_prompt_tokens
 
@@ -89,14 +95,21 @@ class Child(Sequence):
             self.logprobs.append(self.request.with_text(sample.logprobs or {}))
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + (sample.logprob or 0.0)
         _, self.finish_reason, self.stop_reason = self.detokenizer.append(sample.token_id)
+        if self.finish_reason is not None:
+            self.request.num_unfinished -= 1
 
     def finish(self, reason: FinishReason, error: str | None) -> None:
-        """The text ends for a reason that is not in its tokens; what was held back of it (half a character, say) is let go."""
+        """The text ends for a reason that is not in its tokens; what was held back of it (half a character, say) is let
+        go.
+        """
         self.finish_reason, self.error = reason, error
+        self.request.num_unfinished -= 1
         self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
-        """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under it."""
+        """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
+        it.
+        """
         return CompletionOutput(
             self.index,
             self.detokenizer.text,
@@ -117,6 +130,7 @@ class Request:
         "children",
         "metrics",
         "num_cached_tokens",
+        "num_unfinished",
         "params",
         "prompt",
         "prompt_logprobs",
@@ -148,6 +162,7 @@ class Request:
         self.cache_salt = cache_salt
         self.tokenizer = tokenizer
         self.num_cached_tokens: int | None = None
+        self.num_unfinished = params.n
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
@@ -174,20 +189,21 @@ class Request:
     @property
     def finished(self) -> bool:
         """Whether every child is over."""
-        return all([child.finish_reason is not None for child in self.children])
+        return self.num_unfinished == 0
 
     def advance(self, row: ScheduledSequence, result: RowResult) -> list[tuple[Child, Child]]:
-        """Give each child in `row.sample_for` its token; returns who is to be forked from whom, (parent, child), before anybody leaves.
+        """Give each child in `row.sample_for` its token; returns who is to be forked from whom, (parent, child), before
+        anybody leaves.
 
         The one place where the shape of a group changes: n siblings leave the nest when their prompt is computed.
         """
-        leader = row.sequence
-        for child, sample in zip(row.sample_for, result.samples, strict=True):
+        leader, siblings = cast("Child", row.sequence), cast("tuple[Child, ...]", row.sample_for)
+        for child, sample in zip(siblings, result.samples, strict=True):
             child.append(sample)
-        if len(row.sample_for) == 1:
+        if len(siblings) == 1:
             return []
         leader.samples_with = (leader,)
-        return [(leader, child) for child in row.sample_for if child is not leader and child.finish_reason is None]
+        return [(leader, child) for child in siblings if child is not leader and child.finish_reason is None]
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob]]) -> None:
         """Append what a chunk of prefill gave; the first prompt token has none."""

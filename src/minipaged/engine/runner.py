@@ -29,7 +29,9 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """`Runner` over a model, its back end and its caches (one per layer). Register `metadata.tables.on_event` with the block manager."""
+    """`Runner` over a model, its back end and its caches (one per layer). Register `metadata.tables.on_event` with the
+    block manager.
+    """
 
     def __init__(
         self, model: Model, backend: Backend, caches: Seq[PagedKVCache], sampler: Sampler, metadata: BatchMetadata
@@ -42,7 +44,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Copies come first: a block that is copied from may already belong to somebody who writes to it below."""
+        """Run one step. Copies come first: a block that is copied from may already belong to somebody who writes to it
+        below.
+        """
         batch = self.metadata.fill(plan)
         if plan.block_copies:
             self.backend.copy_blocks(self.caches, plan.block_copies)

@@ -4,9 +4,10 @@ One total order rules everything: `Child.order`. Under "fcfs" it is the arrival.
 
     arrival_step + priority * priority_ageing_steps
 
-a *virtual arrival*: a request of priority p is treated as if it had come p * priority_ageing_steps steps later. That is linear
-ageing (effective priority = priority - waited / ageing) written without a clock: the difference between two requests never
-changes while they wait, so the order is fixed at arrival, and a request is overtaken only by those that arrive within a known window.
+a *virtual arrival*: a request of priority p is treated as if it had come p * priority_ageing_steps steps later. That is
+linear ageing (effective priority = priority - waited / ageing) written without a clock: the difference between two
+requests never changes while they wait, so the order is fixed at arrival, and a request is overtaken only by those that
+arrive within a known window.
 
     waiting                 running (hold blocks)                   finished
     sorted by order  ---->  sorted by order                  ---->
@@ -16,17 +17,21 @@ changes while they wait, so the order is fixed at arrival, and a request is over
 Rules, in the order in which a step applies them:
 
 1. Every running sequence with one token left to compute (a decode) gets it, oldest first.
-2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; at least one token if any is waiting.
-3. The head of the queue is admitted when the blocks of all its known tokens, less the cached ones, and what the running prefills
-   still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody passes a head
-   that does not fit. Only a request that waits for a prefix which a running one is computing right now lets others pass.
+2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; at least one token if any is
+waiting.
+3. The head of the queue is admitted when the blocks of all its known tokens, less the cached ones, and what the running
+prefills
+   still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody passes a
+   head that does not fit. Only a request that waits for a prefix which a running one is computing right now lets others
+   pass.
 4. A sequence that finds no block takes those of the last running sequence, if that is newer than itself. The newest
    waits in place instead. Blocks go back tail first, so that the prefix is still cached when the victim comes back.
 
-Liveness. The first unfinished sequence in the order is never preempted and is the first to be admitted. While it waits, only
-older ones are ahead of it, and there are none, so every running sequence is newer and finishes or is preempted by rule 4 in its turn.
-Once it runs, rule 4 lets it take every block of the pool, and submission refused whatever the whole pool cannot hold. So it computes
-at least one token per turn, and there are at most ceil(running / max_num_batched_tokens) steps between turns. Induction over the order does the rest.
+Liveness. The first unfinished sequence in the order is never preempted and is the first to be admitted. While it waits,
+only older ones are ahead of it, and there are none, so every running sequence is newer and finishes or is preempted by
+rule 4 in its turn. Once it runs, rule 4 lets it take every block of the pool, and submission refused whatever the whole
+pool cannot hold. So it computes at least one token per turn, and there are at most ceil(running /
+max_num_batched_tokens) steps between turns. Induction over the order does the rest.
 """
 
 from __future__ import annotations
@@ -52,11 +57,15 @@ def _is_chunk(row: ScheduledSequence) -> bool:
 
 
 PROMPT_LOGPROBS_CHUNK = 64
-"""Largest chunk of a prefill that wants prompt log-probabilities: its logits are [chunk, vocabulary] in float32 (39 MB at 151,936)."""
+"""Largest chunk of a prefill that wants prompt log-probabilities: its logits are [chunk, vocabulary] in float32 (39 MB
+at 151,936).
+"""
 
 
 class Scheduler:
-    """Owns the queues and drives the block manager. `on_release(sequence_id)` is called whenever a sequence loses its blocks."""
+    """Owns the queues and drives the block manager. `on_release(sequence_id)` is called whenever a sequence loses its
+    blocks.
+    """
 
     def __init__(self, manager: KVBlockManager, config: EngineConfig, on_release: Callable[[int], None]) -> None:
         self.manager = manager
@@ -120,7 +129,9 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and allocate the slots of every token in it. Rows: one-token rows first, then chunks, each by order."""
+        """Decide the next step and allocate the slots of every token in it. Rows: one-token rows first, then chunks,
+        each by order.
+        """
         self._rows = {}
         preemptions = self.num_preemptions
         decodes: list[Child] = []
@@ -156,7 +167,9 @@ class Scheduler:
         return sorted(decodes, key=_ORDER)
 
     def _schedule_tokens(self, child: Child, budget: int) -> int:
-        """Give `child` slots for its next tokens, at most `budget`; returns how many (0: no block, and nobody newer to take one from)."""
+        """Give `child` slots for its next tokens, at most `budget`; returns how many (0: no block, and nobody newer to
+        take one from).
+        """
         manager, start = self.manager, child.num_computed
         wanted = min(len(child.token_ids) - start, budget)
         if child.wants_prompt_logprobs:
@@ -210,7 +223,9 @@ class Scheduler:
             promised += self._still_needed(child)
 
     def _still_needed(self, child: Child) -> int:
-        """Blocks that the tokens known today will take after this step's chunk: promised at admission, not to be given away."""
+        """Blocks that the tokens known today will take after this step's chunk: promised at admission, not to be given
+        away.
+        """
         left = len(child.token_ids) - self.manager.sequences[child.sequence_id].sequence_length
         return self.manager.blocks_needed(child.sequence_id, left) if left > 0 else 0
 
@@ -255,8 +270,9 @@ class Scheduler:
     def _waits_for_prefix(self, child: Child) -> bool:
         """Is a running prefill about to compute this sequence's next full block? Then wait for it and share.
 
-        The provider is looked for once; afterwards the check is O(1) until the provider has computed everything that both
-        have in common, or stops running (finished, aborted, failed, preempted). The waiting one holds nothing, so nobody can wait for it.
+        The provider is looked for once; afterwards the check is O(1) until the provider has computed everything that
+        both have in common, or stops running (finished, aborted, failed, preempted). The waiting one holds nothing, so
+        nobody can wait for it.
         """
         if child.waits_for is not None:
             provider, until = child.waits_for
@@ -282,8 +298,8 @@ class Scheduler:
 
 
 def shared_prefix_blocks(a: list[int], b: list[int], start: int) -> int:
-    """How many leading blocks two sequences have in common, `start` if not even the one after these. An equal fingerprint vouches for
-    everything before it, so neither beginning is compared again."""
+    """How many leading blocks two sequences have in common, `start` if not even the one after these. An equal
+    fingerprint vouches for everything before it, so neither beginning is compared again."""
     end, limit = start, min(len(a), len(b))
     while end < limit and a[end] == b[end]:
         end += 1
