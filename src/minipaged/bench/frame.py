@@ -62,13 +62,15 @@ def case_part(name: str, seconds: float, nbytes: int, flops: int, bandwidth: flo
 
 
 def cache_note(nbytes: int) -> list[str]:
-    """A warning if what a step reads fits into the last-level cache, so that a share of memory bandwidth means nothing."""
+    """A warning if what a step reads fits into the last-level cache, so that a share of memory bandwidth means
+    nothing.
+    """
     cache = last_level_cache_bytes()
     if cache is None or nbytes > 2 * cache:
         return []
     return [
-        f"a step reads {nbytes / 2**20:.0f} MiB and the last-level cache holds {cache / 2**20:.0f} MiB: memory bandwidth is "
-        "not what limits this model"
+        f"a step reads {nbytes / 2**20:.0f} MiB and the last-level cache holds {cache / 2**20:.0f} MiB: "
+        "memory bandwidth is not what limits this model"
     ]
 
 
@@ -76,6 +78,6 @@ def _disturbance_note(sitting: Sitting[Any]) -> list[str]:
     if sitting.disturbed < len(sitting.attempts):
         return []
     return [
-        f"every run was disturbed (others took more than {QUIET} cores, or read bandwidth moved by more than {STEADY:.0%}): "
-        "measure again on a quiet machine"
+        f"every run was disturbed (others took more than {QUIET} cores, or read bandwidth moved by more than "
+        f"{STEADY:.0%}): measure again on a quiet machine"
     ]

@@ -1,7 +1,7 @@
 """Attention and matrix products alone, each call against what it must read and compute.
 
-Every case goes through several caches or copies of its weight in turn, together larger than the last-level cache, as the layers
-of a model do: nothing is found in the cache that a real step would not find there.
+Every case goes through several caches or copies of its weight in turn, together larger than the last-level cache, as
+the layers of a model do: nothing is found in the cache that a real step would not find there.
 """
 
 from __future__ import annotations
@@ -60,9 +60,14 @@ class KernelCase:
                 return passed / (repeats * self.calls)
 
 
-
 def attention_case(
-    backend: Backend, config: ModelConfig, dtype: torch.dtype, case: tuple[int, int, int], *, block_size: int, device: str
+    backend: Backend,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    case: tuple[int, int, int],
+    *,
+    block_size: int,
+    device: str,
 ) -> KernelCase:
     """Paged attention of `queries` last tokens of each of B sequences of `context` tokens; blocks lie in random order.
 
@@ -155,7 +160,8 @@ def bench_kernels(
     rounds: int,
     progress: Callable[[str], object],
 ) -> Report:
-    """ "attention": (sequences, context, queries) cases; "linear": the products of a layer and the head at so many rows.
+    """ "attention": (sequences, context, queries) cases; "linear": the products of a layer and the head at so many
+    rows.
 
     Decode of 8 x 2048, or else the first case, is the headline. Of `source` only the config is used.
     """

@@ -1,7 +1,8 @@
 """What a step must read and compute at least: the one definition behind every share of a limit that is printed.
 
-    bytes = every weight once (of an untied embedding only a row per token) + K and V of all tokens of all sequences of the step
-    share of bandwidth = bytes * steps per second / median of the read probes before, between and after the runs
+    bytes = every weight once (of an untied embedding only a row per token) + K and V of all tokens of all sequences
+    of the step share of bandwidth = bytes * steps per second / median of the read probes before, between and after
+    the runs
 
 Activations and logits are not counted: they stay in the caches.
 """
@@ -56,11 +57,13 @@ class Limits:
         return self.weight_bytes + self.kv_bytes_per_token * work.cached_tokens
 
     def step_flops(self, work: StepWork) -> int:
-        """Floating-point operations: two per weight and token (the head only where logits are wanted), and four per layer, head
-        dimension, query head and (query, key) pair: q.k and p.v."""
+        """Floating-point operations: two per weight and token (the head only where logits are wanted), and four per
+        layer, head dimension, query head and (query, key) pair: q.k and p.v.
+        """
         attention = self._per_pair * work.query_key_pairs
         return self._per_token * work.tokens + self._per_logits_row * work.logits_rows + attention
 
     def step_seconds(self, work: StepWork, bandwidth: float, peak: float) -> float:
-        """The step cannot be faster than its bytes at `bandwidth` (bytes/s) or its operations at `peak` (per second)."""
+        """The step cannot be faster than its bytes at `bandwidth` (bytes/s) or its operations at `peak` (per second).
+        """
         return max(self.step_bytes(work) / bandwidth, self.step_flops(work) / peak)

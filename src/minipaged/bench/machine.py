@@ -40,7 +40,8 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers")
 
 
 def machine_facts(device: str = "cpu") -> dict[str, Any]:
-    """Processor, cores this process may use, relevant CPU features, last-level cache and memory in bytes, huge pages, system.
+    """Processor, cores this process may use, relevant CPU features, last-level cache and memory in bytes, huge pages,
+    system.
 
     With a GPU as `device` also its name and memory.
     """

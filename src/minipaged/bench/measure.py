@@ -32,8 +32,9 @@ class Step:
 
 @dataclass(slots=True)
 class Run:
-    """One pass over a workload. token_times: for each request, when each of its tokens was handed out, in seconds after the
-    requests were added."""
+    """One pass over a workload. token_times: for each request, when each of its tokens was handed out, in seconds
+    after the requests were added.
+    """
 
     seconds: float
     prompt_tokens: int
@@ -83,7 +84,9 @@ class Run:
         return self.bytes_per_step(limits) * len(self.decode_steps) / seconds / bandwidth if seconds else 0.0
 
     def share_of_limit(self, limits: Limits, bandwidth: float, peak: float) -> float:
-        """Of the whole run: the sum of what each step takes at least, by memory or by arithmetic, over the time it took."""
+        """Of the whole run: the sum of what each step takes at least, by memory or by arithmetic, over the time it
+        took.
+        """
         return sum(limits.step_seconds(s.work, bandwidth, peak) for s in self.steps) / self.seconds
 
     def share_of_peak(self, limits: Limits, peak: float) -> float:
@@ -110,7 +113,9 @@ class StepRecorder:
         start = self.clock()
         result = self.runner.execute(plan)
         seconds = self.clock() - start
-        work = StepWork.of(((row.start, row.num_tokens) for row in plan.rows), sum(bool(r.sample_for) for r in plan.rows))
+        work = StepWork.of(
+            ((row.start, row.num_tokens) for row in plan.rows), sum(bool(r.sample_for) for r in plan.rows)
+        )
         prefill = any(row.start < row.sequence.num_prompt_tokens for row in plan.rows)
         self.last = work, prefill, seconds
         return result
@@ -129,7 +134,8 @@ def run_requests(
 ) -> Run:
     """Add all requests at once and step until they are done. RuntimeError if one does not get all its tokens.
 
-    on_step: called after every step. Greedy, end-of-sequence ignored, no text. The prefix cache is emptied before: every run starts from the same state.
+    on_step: called after every step. Greedy, end-of-sequence ignored, no text. The prefix cache is emptied before:
+    every run starts from the same state.
     """
     from minipaged.engine.sampling_params import SamplingParams
 
@@ -144,7 +150,11 @@ def run_requests(
         begin = now = clock()
         for request_id, request in zip(ids, requests, strict=True):
             params = SamplingParams(
-                temperature=0.0, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False, repetition_penalty=1.0
+                temperature=0.0,
+                max_tokens=request.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                repetition_penalty=1.0,
             )
             engine.add_request(request_id, request.prompt, params)
         while engine.has_unfinished():
@@ -153,7 +163,9 @@ def run_requests(
             for output in outputs:
                 completion = output.outputs[0]
                 if completion.finish_reason not in (None, "length"):
-                    raise RuntimeError(f"request {output.request_id} ended by {completion.finish_reason!r}: {completion.error}")
+                    raise RuntimeError(
+                        f"request {output.request_id} ended by {completion.finish_reason!r}: {completion.error}"
+                    )
                 seen = times[output.request_id]
                 seen += [now - begin] * (len(completion.token_ids) - len(seen))
             if recorder.last is not None:

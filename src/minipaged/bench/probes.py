@@ -1,7 +1,9 @@
-"""The two limits that results are compared with, measured beside them: read bandwidth of memory, and rate of matrix products.
+"""The two limits that results are compared with, measured beside them: read bandwidth of memory, and rate of matrix
+products.
 
-The native back end brings probes of its own (streams over huge pages, its product kernel on data in the L1 cache). Elsewhere
-torch operators stand in: they may miss some percent of what the machine can do, and `method` says that they were used.
+The native back end brings probes of its own (streams over huge pages, its product kernel on data in the L1 cache).
+Elsewhere torch operators stand in: they may miss some percent of what the machine can do, and `method` says that they
+were used.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ class Probes:
         self.device = device
         self._native = _native(threads) if device == "cpu" else None
         if self._native is not None:
-            from minipaged.ops.native import huge_page_tensor
-
             import torch
 
+            from minipaged.ops.native import huge_page_tensor
+
             self._buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
-            self._read: Callable[[], object] = lambda: self._native_pass()
+            self._read: Callable[[], object] = self._native_pass
             how = f"native kernel ({self._native.isa}), huge pages"
         else:
             self._buffer, pages = _buffer(nbytes, device)
@@ -53,7 +55,9 @@ class Probes:
         return self._buffer.nbytes / statistics.median(self._seconds(self._read) for _ in range(PASSES))
 
     def matrix_peak(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of large matrix products in `dtype` (a product and a sum count as two)."""
+        """Floating-point operations per second of large matrix products in `dtype` (a product and a sum count as
+        two).
+        """
         import torch
 
         if self._native is not None and dtype in (torch.bfloat16, torch.float32):
@@ -75,7 +79,7 @@ class Probes:
 
         numbers = self._buffer
         candidates: dict[str, Callable[[], object]] = {
-            "torch.sum": lambda: numbers.sum(),
+            "torch.sum": numbers.sum,
             "torch.linalg.vector_norm": lambda: torch.linalg.vector_norm(numbers),
         }
         for run in candidates.values():

@@ -1,4 +1,6 @@
-"""Where the time of a step goes: a back end that passes every call on to another one and adds up seconds per class of operation."""
+"""Where the time of a step goes: a back end that passes every call on to another one and adds up seconds per class of
+operation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ REST, ENGINE = "sampling and rest of runner", "scheduler and outputs"
 class ProfilingBackend(Backend):
     """`inner` with a clock around each call. `names`: what to call each packed weight, by id()."""
 
-    def __init__(self, inner: Backend, names: dict[int, str], clock: Callable[[], float], synchronise: Callable[[], None]) -> None:
+    def __init__(
+        self, inner: Backend, names: dict[int, str], clock: Callable[[], float], synchronise: Callable[[], None]
+    ) -> None:
         self.inner, self.name, self.batch_invariant = inner, inner.name, inner.batch_invariant
         self.copies_weights, self.row_padding_bytes = inner.copies_weights, inner.row_padding_bytes
         self._names, self._clock, self._synchronise = names, clock, synchronise

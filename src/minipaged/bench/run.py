@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minipaged.bench.frame import Report, cache_note, case_part, frame
@@ -61,6 +61,17 @@ class Bench:
         return {**common, "engine": self._llm.summary()}
 
 
+def fitting(workload: Workload, source: ModelSource) -> Workload:
+    """The workload with token ids that the model has. ValueError if its requests are longer than the model's context."""
+    needed, positions = total_length(workload.requests), source.config.max_context
+    if needed > positions:
+        raise ValueError(
+            f"{workload.name} needs {needed} positions, {source.name} has {positions}: choose another workload, "
+            "shorten it with --prompt-tokens and --output-tokens, or take a larger model (--shape qwen3-0.6b)"
+        )
+    return workload.for_vocabulary(source.config.vocab_size)
+
+
 def bench_workload(
     benchmark: str,
     source: ModelSource,
@@ -73,9 +84,8 @@ def bench_workload(
 ) -> tuple[Report, Profile | None]:
     """ "latency", "throughput" or "prefill": one workload, `rounds` times, and once more under the profiler if wanted.
 
-    enable_prefix_caching None = what the workload is about. ValueError if the model cannot run requests so long.
+    `workload` is what `fitting` returned. enable_prefix_caching None = what the workload is about.
     """
-    workload = _fitting(workload, source)
     if options.get("enable_prefix_caching") is None:
         options = {**options, "enable_prefix_caching": workload.prefix_caching}
     with Bench(source, options, progress) as bench:
@@ -146,41 +156,44 @@ def _run_part(sitting: Sitting[Run], index: int) -> Report:
     }
 
 
-def _fitting(workload: Workload, source: ModelSource) -> Workload:
-    needed, positions = total_length(workload.requests), source.config.max_context
-    if needed > positions:
+StepCase = tuple[int, int, int]  # sequences, context, queries per sequence
+
+
+def step_cases(
+    source: ModelSource, *, sequences: Sequence[int], context: int, prefill: Sequence[int]
+) -> dict[str, StepCase]:
+    """Decode of so many sequences with `context` tokens each, and prefill of so many tokens, by name.
+
+    ValueError if there is nothing to do, for numbers below 1, and for more tokens than the model has positions.
+    """
+    cases = {f"decode, {n} x {context}": (n, context, 1) for n in sequences}
+    cases |= {f"prefill of {n}": (1, n, n) for n in prefill}
+    if not cases or min(context, *sequences, *prefill) < 1:
+        raise ValueError("step needs at least one number of sequences or prefill tokens, and all numbers above 0")
+    longest = max(size for _, size, _ in cases.values())
+    if longest > source.config.max_context:
         raise ValueError(
-            f"{workload.name} needs {needed} positions, {source.name} has {positions}: choose another workload, shorten it "
-            "with --prompt-tokens and --output-tokens, or take a larger model (--shape qwen3-0.6b)"
+            f"{longest} tokens are more than the {source.config.max_context} positions of {source.name}: "
+            "lower --context and --prefill-tokens, or take a larger model (--shape qwen3-0.6b)"
         )
-    return workload.for_vocabulary(source.config.vocab_size)
+    return cases
 
 
 def bench_step(
     source: ModelSource,
     options: Mapping[str, Any],
+    cases: Mapping[str, StepCase],
     *,
-    sequences: tuple[int, ...],
-    context: int,
-    prefill: tuple[int, ...],
     rounds: int,
     profile: bool,
     progress: Progress,
 ) -> tuple[Report, Profile | None]:
-    """Decode of so many sequences at a context of `context` tokens, and prefill of so many; the first case is the headline.
-
-    The pool is made to fit. ValueError if the model has fewer positions.
-    """
-    cases = {f"decode, {n} x {context}": (n, context, 1) for n in sequences}
-    cases |= {f"prefill of {n}": (1, n, n) for n in prefill}
-    longest = max(size for _, size, _ in cases.values())
-    if longest > source.config.max_context:
-        raise ValueError(f"{longest} tokens are more than the {source.config.max_context} positions of {source.name}")
+    """The cases of `step_cases`, each as one step without a scheduler; the first is the headline. The pool is made to fit."""
     fixed = {
         "num_blocks": max(n * -(-size // options["block_size"]) for n, size, _ in cases.values()),
         "max_num_batched_tokens": max(n * queries for n, _, queries in cases.values()),
         "max_num_seqs": max(n for n, _, _ in cases.values()),
-        "max_model_len": longest,
+        "max_model_len": max(size for _, size, _ in cases.values()),
         "enable_prefix_caching": False,
     }
     steps = Profile() if profile else None

@@ -1,7 +1,7 @@
 """A sitting: runs between probes, and which of them count.
 
-Memory bandwidth of a shared machine drifts within minutes. So every run stands between two probes of the limit it is compared
-with, and a run that others disturbed, or during which the limit itself moved, is repeated.
+Memory bandwidth of a shared machine drifts within minutes. So every run stands between two probes of the limit it is
+compared with, and a run that others disturbed, or during which the limit itself moved, is repeated.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class Sitting(Generic[T]):
 
 
 def sit(run: Callable[[], T], probe: Callable[[], float], *, rounds: int) -> Sitting[T]:
-    """Run until `rounds` attempts were quiet, at most `RETRIES` times as many, with a probe before, between and after."""
+    """Run until `rounds` attempts were quiet, at most `RETRIES` times as many, with a probe before, between and
+    after.
+    """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     attempts: list[Attempt[T]] = []

@@ -39,10 +39,11 @@ arguments = json.loads(sys.argv[1])
 mark("minipaged")
 llm = LLM(arguments["model"], **arguments["options"])
 engine, model = llm.engine, llm.engine.runner.model
-mark("ready", backend=model.backend.name, dtype=str(model.dtype).removeprefix("torch."), threads=torch.get_num_threads(),
+mark("ready", backend=model.backend.name, dtype=str(model.dtype).removeprefix("torch."),
+threads=torch.get_num_threads(),
      pool_bytes=sum(cache.nbytes for cache in engine.runner.caches), device=str(model.device))
-engine.add_request("first", [1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False))
-while engine.has_unfinished():
+engine.add_request("first", [1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True,
+detokenize=False)) while engine.has_unfinished():
     for output in engine.step():
         if output.outputs[0].finish_reason == "error":
             raise SystemExit(output.outputs[0].error)
@@ -56,8 +57,9 @@ mark("end")
 class Startup:
     """Seconds from the start of the process; bytes of anonymous memory (None where /proc does not tell).
 
-    total_s: until the model is ready. torch_s: of that, `import torch`. own_s: the rest. token_s: from ready to the first token.
-    anonymous_after_torch: when torch was imported. anonymous_peak: the most seen until the first tokens, sampled every 4 ms.
+    total_s: until the model is ready. torch_s: of that, `import torch`. own_s: the rest. token_s: from ready to the
+    first token. anonymous_after_torch: when torch was imported. anonymous_peak: the most seen until the first tokens,
+    sampled every 4 ms.
     """
 
     total_s: float
@@ -82,7 +84,8 @@ class Startup:
 
 
 def start_once(folder: Path, options: Mapping[str, Any]) -> Startup:
-    """Start a process that loads `folder` with these keywords of `LLM`. RuntimeError with its last words if it fails."""
+    """Start a process that loads `folder` with these keywords of `LLM`. RuntimeError with its last words if it fails.
+    """
     arguments = json.dumps({"model": str(folder), "options": dict(options)})
     begin = time.monotonic()  # the same clock in both processes
     child = subprocess.Popen(
@@ -167,7 +170,9 @@ def warm_page_cache(folder: Path) -> int:
 def bench_startup(
     source: ModelSource, options: Mapping[str, Any], *, rounds: int, progress: Callable[[str], object]
 ) -> Report:
-    """`start_once`, `rounds` times, from a page-cached file. A source without a folder is written to a temporary one first."""
+    """`start_once`, `rounds` times, from a page-cached file. A source without a folder is written to a temporary one
+    first.
+    """
     from minipaged.bench.write_checkpoint import write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="minipaged-bench-") as temporary:

@@ -23,7 +23,8 @@ LEAST_SECONDS = 0.2
 def step_plan(engine: Engine, *, sequences: int, context: int, queries: int = 1) -> Iterator[StepPlan]:
     """A plan whose rows compute the last `queries` of `context` tokens; earlier K/V is whatever the pool holds.
 
-    It may be executed many times: it writes the same slots with the same values. OutOfBlocksError if the pool is too small.
+    It may be executed many times: it writes the same slots with the same values. OutOfBlocksError if the pool is too
+    small.
     """
     manager, rows = engine.block_manager, []
     params = SamplingParams(temperature=0.0).resolve(None, 1)

@@ -1,7 +1,8 @@
 """The built-in workloads: token ids and output lengths, the same for every engine that is measured.
 
-All are greedy, ignore the end-of-sequence token and give token ids, so that every engine does the same work. W1 to W5 are those
-of `benchmarks/compare.py`; "recipe" is the throughput benchmark of nano-vllm (256 sequences, seed 0: 133,966 output tokens).
+All are greedy, ignore the end-of-sequence token and give token ids, so that every engine does the same work. W1 to W5
+are those of `benchmarks/compare.py`; "recipe" is the throughput benchmark of nano-vllm (256 sequences, seed 0:
+133,966 output tokens).
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Workload:
         return sum(request.output_tokens for request in self.requests)
 
     def for_vocabulary(self, vocab_size: int) -> Workload:
-        """The same lengths with ids that a smaller vocabulary has (id modulo its size); itself if nothing has to change."""
+        """The same lengths with ids that a smaller vocabulary has (id modulo its size); itself if nothing has to
+        change.
+        """
         if all(max(request.prompt) < vocab_size for request in self.requests):
             return self
         folded = [replace(r, prompt=[token % vocab_size for token in r.prompt]) for r in self.requests]

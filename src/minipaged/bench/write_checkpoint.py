@@ -1,4 +1,6 @@
-"""Writes a model folder for weights that exist only in memory, so that loading from a file can be measured without a download."""
+"""Writes a model folder for weights that exist only in memory, so that loading from a file can be measured without a
+download.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ NOT_FIELDS = ("yarn", "eos_token_ids", "dtype")  # of config.json, which has oth
 def write_checkpoint(source: ModelSource, folder: Path) -> None:
     """config.json and model.safetensors in an existing folder, one tensor in memory at a time; no tokenizer.
 
-    The format is an 8-byte length, a JSON header of names, types, shapes and offsets, then the bytes (safetensors' own README).
+    The format is an 8-byte length, a JSON header of names, types, shapes and offsets, then the bytes (safetensors'
+    own README).
     """
     fields = {name: value for name, value in asdict(source.config).items() if name not in NOT_FIELDS}
     dtype = str(source.dtype).removeprefix("torch.")
