@@ -1,8 +1,8 @@
 """A naive model of the block manager, and a harness that drives both and compares everything after every operation.
 
-The model has no ideas of its own about speed: block tables are rebuilt from events, reference counts are recounted, the prefix cache is
-a dictionary of whole token histories, and the K/V memory is a dictionary from slot to the token history that was
-written there. Reading a sequence back through its table must give its own history at every position.
+The model is slow and plain: block tables are rebuilt from events, reference counts are recounted, the prefix cache is a
+dictionary of whole token histories, and the K/V memory is a dictionary from slot to the token history that was written
+there. Reading a sequence back through its table must give its own history at every position.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from minipaged.kv import BlockEvent, KVBlockManager, OutOfBlocksError
+from minipaged.kv import BlockEvent, KVBlockManager, OutOfBlocksError, PrefixKeys
 
 POISON = ("poison",)
 
@@ -49,9 +49,10 @@ class Harness:
         self.held: list[int] = []
         self.free = list(range(num_blocks))  # front first
         self.cached: dict[int, CachedBlock] = {}  # by block
-        self.memory = {slot: POISON for slot in range(num_blocks * block_size)}
+        self.memory = dict.fromkeys(range(num_blocks * block_size), POISON)
         self.unwritten: dict[int, tuple[int, ...]] = {}  # slot -> content, to be written at the next flush
         self.pairs: dict[int, int] = {}  # destination -> source
+        self.waiting: dict[tuple[tuple[int, ...], str | None], PrefixKeys] = {}
         self.next_id = self.clock = self.generations = 0
         self.evictions = self.hits = self.drops = self.copies = 0
         self.manager = KVBlockManager(
@@ -278,6 +279,10 @@ class Harness:
             blocks.append(block)
         matched = len(blocks) * self.bs
         assert self.manager.match_prefix(prompt, salt=salt) == matched
+        keys = self.waiting.setdefault((tuple(prompt), salt), self.manager.prefix_keys(prompt, salt=salt))
+        assert self.manager.match_prefix(keys) == matched, (
+            "keys that were matched before, at another state of the cache"
+        )
         for pos in range(matched):
             content = self.memory[blocks[pos // self.bs] * self.bs + pos % self.bs]
             assert content == tuple(prompt[: pos + 1]), "a false prefix hit"

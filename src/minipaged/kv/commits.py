@@ -42,16 +42,18 @@ class CommitState:
             self.detach()
         if self.detached:
             return
-        size = len(tokens) + len(self.pending)
-        first, end = self.committed // pool.block_size, (self.committed + len(tokens)) // pool.block_size
+        size = pool.block_size
+        if len(self.pending) + len(tokens) < size:
+            self.pending.extend(tokens)
+            return
         tokens = self.pending + tokens
-        if first < end:
-            self._cache(pool, state, first, end, tokens)
-        self.pending = tokens[size - size % pool.block_size :]
+        self._cache(pool, state, self.committed // size, tokens)
+        self.pending = tokens[len(tokens) - len(tokens) % size :]
 
-    def _cache(self, pool: BlockPool, state: SequenceState, first: int, end: int, tokens: array[int]) -> None:
-        """Logical blocks first..end - 1 hold `tokens` (the rest of which starts block `end`)."""
-        size, blocks = pool.block_size, state.block_table[first:end]
+    def _cache(self, pool: BlockPool, state: SequenceState, first: int, tokens: array[int]) -> None:
+        """`tokens` start logical block `first`; make the full blocks among them findable."""
+        size = pool.block_size
+        blocks = state.block_table[first : first + len(tokens) // size]
         contents = [tokens[start : start + size].tobytes() for start in range(0, len(blocks) * size, size)]
         found: list[Entry] = []  # content that is cached already; below the first miss nothing can be
         for content in contents:

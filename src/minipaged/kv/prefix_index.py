@@ -21,7 +21,7 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
     if isinstance(token_ids, str):
         raise TypeError(f"token_ids must be integers, got the string {token_ids[:20]!r}; tokenise it first")
     # list() first, because array() would take bytes as raw memory
-    return array("q", token_ids if isinstance(token_ids, list | tuple | array) else list(token_ids))
+    return array("q", token_ids if isinstance(token_ids, (list, tuple, array)) else list(token_ids))
 
 
 def check_salt(salt: str | None) -> str | None:

@@ -1,0 +1,1 @@
+"""The parts of ``tools/train_demo_model.py``: text, network, folder."""
