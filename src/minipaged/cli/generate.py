@@ -12,10 +12,9 @@ import typer
 from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, usage_errors, with_flags
 
 if TYPE_CHECKING:
+    from minipaged.cli.blocks_view import PoolSnapshot
     from minipaged.engine.outputs import RequestOutput
     from minipaged.llm import LLM
-
-    from minipaged.cli.blocks_view import PoolSnapshot
 
 EXAMPLE = 'Example:  minipaged generate "ROMEO:" --max-tokens 100'
 

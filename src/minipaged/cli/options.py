@@ -133,6 +133,8 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     """One line for an error, and the exit status that belongs to it."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, but no error: a command's own exit status
+        raise
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise
