@@ -64,6 +64,7 @@ class Limits:
         return self._per_token * work.tokens + self._per_logits_row * work.logits_rows + attention
 
     def step_seconds(self, work: StepWork, bandwidth: float, peak: float) -> float:
-        """The step cannot be faster than its bytes at `bandwidth` (bytes/s) or its operations at `peak` (per second).
+        """The step cannot be faster than its bytes at `bandwidth` (bytes/s) or its operations at `peak` (per
+        second).
         """
         return max(self.step_bytes(work) / bandwidth, self.step_flops(work) / peak)

@@ -111,23 +111,26 @@ def _figures(report: Report) -> list[tuple[Figure, str]]:
     return [(FIGURES[name], FIGURES[name].show(report[name])) for name in names]
 
 
+# title, key, format, factor
+CASE_COLUMNS = (
+    ("ms", "seconds", "{:.3f}", 1e3),
+    ("tok/s", "tok_s", "{:.1f}", 1.0),
+    ("GB/s", "gb_s", "{:.1f}", 1.0),
+    ("GFLOP/s", "gflop_s", "{:.0f}", 1.0),
+    ("of bandwidth", "share_of_bandwidth", "{:.0%}", 1.0),
+    ("of matrix peak", "share_of_matrix_peak", "{:.0%}", 1.0),
+    ("of the limit", "share_of_limit", "{:.0%}", 1.0),
+)
+
+
 def _cases(report: Report) -> Table:
+    columns = [column for column in CASE_COLUMNS if column[1] in report["cases"][0]]
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("case", no_wrap=True)
-    columns = [
-        ("ms", "seconds", lambda v: f"{v * 1e3:.3f}"),
-        ("tok/s", "tok_s", lambda v: f"{v:.1f}"),
-        ("GB/s", "gb_s", lambda v: f"{v:.1f}"),
-        ("GFLOP/s", "gflop_s", lambda v: f"{v:.0f}"),
-        ("of bandwidth", "share_of_bandwidth", lambda v: f"{v:.0%}"),
-        ("of matrix peak", "share_of_matrix_peak", lambda v: f"{v:.0%}"),
-        ("of the limit", "share_of_limit", lambda v: f"{v:.0%}"),
-    ]
-    columns = [column for column in columns if column[1] in report["cases"][0]]
-    for title, _, _ in columns:
+    for title, *_ in columns:
         table.add_column(title, justify="right")
     for case in report["cases"]:
-        table.add_row(case["case"], *(form(case[key]) for _, key, form in columns))
+        table.add_row(case["case"], *(form.format(case[key] * factor) for _, key, form, factor in columns))
     return table
 
 

@@ -62,7 +62,9 @@ class Bench:
 
 
 def fitting(workload: Workload, source: ModelSource) -> Workload:
-    """The workload with token ids that the model has. ValueError if its requests are longer than the model's context."""
+    """The workload with token ids that the model has. ValueError if its requests are longer than the model's
+    context.
+    """
     needed, positions = total_length(workload.requests), source.config.max_context
     if needed > positions:
         raise ValueError(
@@ -188,7 +190,9 @@ def bench_step(
     profile: bool,
     progress: Progress,
 ) -> tuple[Report, Profile | None]:
-    """The cases of `step_cases`, each as one step without a scheduler; the first is the headline. The pool is made to fit."""
+    """The cases of `step_cases`, each as one step without a scheduler; the first is the headline. The pool is made to
+    fit.
+    """
     fixed = {
         "num_blocks": max(n * -(-size // options["block_size"]) for n, size, _ in cases.values()),
         "max_num_batched_tokens": max(n * queries for n, _, queries in cases.values()),

@@ -27,30 +27,7 @@ SAMPLE_SECONDS = 0.004
 ALLOWANCE = 300_000_000  # bytes beside packed weights and KV pool
 CHUNK = 64 << 20
 
-# Runs in the child. Every line it prints is a mark: a name, then what is known at that moment.
-_CHILD = """
-import json, sys, time
-def mark(name, **facts): print(json.dumps({"mark": name, "time": time.monotonic(), **facts}), flush=True)
-mark("python")
-import torch
-mark("torch")
-from minipaged import LLM, SamplingParams
-arguments = json.loads(sys.argv[1])
-mark("minipaged")
-llm = LLM(arguments["model"], **arguments["options"])
-engine, model = llm.engine, llm.engine.runner.model
-mark("ready", backend=model.backend.name, dtype=str(model.dtype).removeprefix("torch."),
-threads=torch.get_num_threads(),
-     pool_bytes=sum(cache.nbytes for cache in engine.runner.caches), device=str(model.device))
-engine.add_request("first", [1, 2, 3, 4], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True,
-detokenize=False)) while engine.has_unfinished():
-    for output in engine.step():
-        if output.outputs[0].finish_reason == "error":
-            raise SystemExit(output.outputs[0].error)
-        if len(output.outputs[0].token_ids) == 1:
-            mark("token")
-mark("end")
-"""
+CHILD = "minipaged.bench.startup_child"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +61,13 @@ class Startup:
 
 
 def start_once(folder: Path, options: Mapping[str, Any]) -> Startup:
-    """Start a process that loads `folder` with these keywords of `LLM`. RuntimeError with its last words if it fails.
+    """Start a process that loads `folder` with these keywords of `LLM`. RuntimeError with its last words if it
+    fails.
     """
     arguments = json.dumps({"model": str(folder), "options": dict(options)})
     begin = time.monotonic()  # the same clock in both processes
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", CHILD, arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     peaks = _AnonymousMemory(child.pid)
     errors: list[str] = []

@@ -74,8 +74,8 @@ def latency(
         chosen = _workload(workload, prompt_tokens, output_tokens)
         if len(chosen.requests) > 1 or chosen.output_tokens < 2:
             raise ValueError(
-                f"latency measures one request that generates at least 2 tokens; {chosen.name} has {len(chosen.requests)} "
-                f"with {chosen.output_tokens} (W1, W5 and long-prompt qualify)"
+                f"latency measures one request that generates at least 2 tokens (W1, W5, long-prompt); "
+                f"{chosen.name} has {len(chosen.requests)} that generate {chosen.output_tokens}"
             )
     _run_workload("latency", chosen, model, llm, bench)
 
@@ -293,5 +293,7 @@ def _finish(report: Report, bench: dict[str, Any], profile: Profile | None = Non
     if profile is not None and bench["plot"] is not None:
         from minipaged.bench.profile_plot import plot_profile
 
-        plot_profile(profile, bench["plot"], f"{report['benchmark']} of {report['model']}, back end {report['backend']}")
+        plot_profile(
+            profile, bench["plot"], f"{report['benchmark']} of {report['model']}, back end {report['backend']}"
+        )
         typer.echo(f"plot written to {bench['plot']}", err=True)
