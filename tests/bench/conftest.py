@@ -1,4 +1,4 @@
-"""Benchmarks at toy size: a small probe buffer, one round, a tiny random shape; nothing here depends on how fast anything is."""
+"""Benchmarks at toy size: a small probe buffer, one round, a tiny random shape; nothing depends on how fast anything is."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from minipaged.bench import kernels, probes, sitting, steps
 from minipaged.cli.main import app
 from minipaged.model.random_weights import QWEN3_SHAPES
-from typer.testing import CliRunner, Result
 
 TINY_SHAPE = "qwen3-tiny"
 TINY = replace(
@@ -39,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "LEAST_SECONDS", 0.0)
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench() -> Callable[..., Result]:
     """`minipaged bench ...` in this process."""
 
@@ -49,7 +50,7 @@ def bench() -> Callable[..., Result]:
     return run
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench_json(bench: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
     """The report of a benchmark that must succeed, in one round; stdout must be exactly one JSON object."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from minipaged.bench.limits import Limits, StepWork
 from minipaged.bench.measure import Run, Step
 from minipaged.model.random_weights import QWEN3_SHAPES

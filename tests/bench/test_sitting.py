@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from minipaged.bench import sitting
 from minipaged.bench.disturbance import Load, LoadMeter
 from minipaged.bench.sitting import sit
 
 
-@pytest.fixture()
+@pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """What others take during each run, in order; missing entries are quiet."""
     planned: list[float | None] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import pytest
+
 from minipaged.bench.workloads import WORKLOADS, total_length, workload
 
 # requests, prompt tokens, output tokens
@@ -19,7 +20,13 @@ SIZES = {
     "long-prompt": (1, 16_384, 64),
 }
 
-ENDS = {'W1': (71978, 108986), 'W2': (126636, 69400), 'W3': (132273, 106370), 'W4': (109966, 100888), 'W5': (101618, 42147)}
+ENDS = {
+    "W1": (71978, 108986),
+    "W2": (126636, 69400),
+    "W3": (132273, 106370),
+    "W4": (109966, 100888),
+    "W5": (101618, 42147),
+}
 DIGEST = "819e9ad3fee5af1d0360cd177f415080228c8be897097580e2c49334c9eb804f"
 
 
