@@ -35,7 +35,8 @@ def generate(
         if not all(prompts):
             raise ValueError("an empty prompt has nothing to continue; give at least one character")
         params = SamplingParams(**{k: v for k, v in sampling.items() if v is not None})
-    with LLM(model, **llm) as engine_owner:
+        engine_owner = LLM(model, **llm)
+    with engine_owner:
         if not as_json:
             typer.echo(engine_owner.summary(), err=True)
         session = _Session(engine_owner, keep_snapshots=show_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import NamedTuple, Protocol
 
-from minipaged.engine.outputs import FinishReason
+from minipaged.engine.outputs import FinishReason, Logprob
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.stop_strings import StopMatcher
 from minipaged.model.tokenizer import Tokenizer
@@ -93,6 +93,13 @@ class Detokenizer:
         return Appended(delta, reason, stop_reason)
 
 
+def name_tokens(entry: dict[int, Logprob], tokenizer: Tokenizer | None) -> None:
+    """Fill in `decoded_token` of one position's log-probabilities; without a tokenizer it stays None."""
+    if tokenizer is not None:
+        for token_id, logprob in entry.items():
+            logprob.decoded_token = tokenizer.token_text(token_id)
+
+
 class TextStream(Protocol):
     """Token ids in, text out; what `push` and `flush` return together is `Tokenizer.decode` of the ids."""
 
@@ -129,7 +136,8 @@ class ByteStream:
 class WindowStream:
     """For any other decoder: the difference that a token makes to the text of the few tokens before it.
 
-    Equal to the full decode if the decoder looks back no further than that, which decoders of whole characters do.
+    Equal to the full decode if the decoder looks back no further than that, as decoders of whole characters do. Byte
+    fallback does not where a text ends inside a character: the full decode then spoils complete characters before.
     After `_MAX_WINDOW` tokens that end inside a character, their bytes are taken to be invalid and given out.
     """
 

@@ -22,10 +22,14 @@ _MAX_ELEMENTS = 1 << 20  # of logits that are worked on at a time: temporaries s
 _MIN_TEMPERATURE = 1e-30  # is greedy already, for any float32 logits that differ
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether numpy can work on the tensor's memory, which for searches in single rows is several times faster."""
+    return tensor.device.type == "cpu"
+
+
 def row_argmax(logits: Tensor) -> tuple[Array, Array]:
     """The lowest id among the largest logits of each row, and that logit (NaN if the row holds one): [R], [R]."""
-    if logits.device.type == "cpu":
-        # numpy's argmax takes the first of equals and finds NaN like torch's, several times faster
+    if on_host(logits):  # numpy's argmax takes the first of equals and finds NaN, as torch's
         rows = logits.numpy()
         ids = rows.argmax(axis=1)
         return ids, rows[np.arange(len(rows)), ids]
@@ -41,7 +45,7 @@ def largest(logits: Tensor, counts: Sequence[int]) -> Iterator[tuple[Array, Arra
     num_rows, vocab_size = logits.shape
     if not counts:
         return
-    if logits.device.type != "cpu":
+    if not on_host(logits):
         values, ids = (tensor.cpu().numpy() for tensor in stable_topk(logits, max(counts)))
         for row, count in enumerate(counts):
             order = np.argsort(ids[row, :count])
@@ -93,8 +97,8 @@ def stable_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def draw(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: Array) -> Array:
     """One token id per row, int64 [R].
 
-    logits float32 [R, V] without NaN; top [R] the largest of each row, finite; params resolved, with a temperature above
-    0; uniform float64 [R] in [0, 1). In this order: temperature; the `top_k` largest logits; of these each token that is
+    logits float32 [R, V] without NaN; top [R] the largest of each row, finite; params resolved, temperature above 0;
+    uniform float64 [R] in [0, 1). In this order: temperature; the `top_k` largest logits; of these each token that is
     preceded, in descending order, by less than `top_p` of their probability; of these the tokens at least `min_p` times
     as likely as the first. Then the first token, in id order, at which the cumulative probability of what is left
     exceeds `uniform` times its sum. Equals are ordered by id.
@@ -120,7 +124,8 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _temperature(params: SamplingParams) -> float:
-    assert params.temperature is not None  # resolved
+    if params.temperature is None:
+        raise ValueError("sampling parameters must be resolved before sampling: temperature is None")
     return max(params.temperature, _MIN_TEMPERATURE)
 
 
@@ -146,7 +151,7 @@ def _nucleus_candidates(probs: Tensor, top_p: float) -> tuple[Array, Array]:
     V tokens below (1 - top_p) / 2V sum to less than half of what the nucleus may lack; the other half is for rounding.
     """
     floor = 0.0 if top_p > 0.9999 else (1.0 - top_p) / (2 * len(probs))
-    if probs.device.type == "cpu":
+    if on_host(probs):
         row = probs.numpy()
         ids = np.flatnonzero(row >= floor)
         return ids, row[ids]

@@ -74,9 +74,10 @@ def edit_logits(logits: Tensor, sequences: Seq[Sequence], counts: dict[int, Toke
     _apply_penalties(logits, sequences, counts, errors)
     _suppress_ends(logits, sequences)
     for row, sequence in enumerate(sequences):
-        if sequence.params.token_mask is not None:
+        mask = sequence.params.token_mask
+        if mask is not None:
             try:
-                _apply_mask(logits[row], sequence)
+                _apply_mask(logits[row], mask(sequence.token_ids[sequence.num_prompt_tokens :]))
             except Exception as error:  # the user's function: whatever it raises fails its own request only
                 errors[row] = f"token_mask failed: {type(error).__name__}: {error}"
     return errors
@@ -147,9 +148,7 @@ def _suppress_ends(logits: Tensor, sequences: Seq[Sequence]) -> None:
         logits.view(-1)[_to(np.concatenate(index), logits)] = -torch.inf
 
 
-def _apply_mask(row: Tensor, sequence: Sequence) -> None:
-    assert sequence.params.token_mask is not None
-    given = sequence.params.token_mask(sequence.token_ids[sequence.num_prompt_tokens :])
+def _apply_mask(row: Tensor, given: _Array | Tensor | Seq[bool] | None) -> None:
     if given is None:
         return
     allowed = given if isinstance(given, Tensor) else torch.from_numpy(np.array(given))

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.engine.draw import largest
+from minipaged.engine import draw
 from minipaged.engine.outputs import Logprob
 
 _MAX_ELEMENTS = 1 << 20  # of logits that are worked on at a time: temporaries stay in the cache
 
 
+@torch.inference_mode()
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
     """For each row of logits [R, V] the log-probabilities of `token_ids[row]`, which comes first, and of the k largest.
 
@@ -27,7 +28,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
     step = max(1, _MAX_ELEMENTS // vocab_size)
     results: list[dict[int, Logprob]] = []
     for start in range(0, len(logits), step):
-        rows = logits[start : start + step].float()
+        rows = logits[start : start + step].detach().float()
         tokens = torch.tensor(token_ids[start : start + step], device=logits.device)[:, None]
         values = torch.log_softmax(rows, dim=1)
         entries = [
@@ -37,7 +38,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
             )
         ]
         if width:
-            candidates = largest(rows, [width] * len(rows))
+            candidates = draw.largest(rows, [width] * len(rows))
             for row, (entry, (unordered, logits_of)) in enumerate(zip(entries, candidates, strict=True)):
                 ids = unordered[np.argsort(-logits_of, kind="stable")]
                 top_values = values[row, torch.from_numpy(ids).to(values.device)].tolist()
@@ -55,7 +56,7 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], k: int) -> li
 
 def _ranks(rows: Tensor, tokens: Tensor) -> list[int]:
     """One more than the number of tokens before each one in a stable descending sort of its row."""
-    if rows.device.type == "cpu":
+    if draw.on_host(rows):
         own = [(row, token, row[token]) for row, token in zip(rows.numpy(), tokens[:, 0].tolist(), strict=True)]
         return [1 + int(np.count_nonzero(row > x) + np.count_nonzero(row[:t] == x)) for row, t, x in own]
     own_values = rows.gather(1, tokens)

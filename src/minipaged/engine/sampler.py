@@ -42,7 +42,7 @@ class Sampler:
         if logits.shape != (len(sequences), self.vocab_size):
             wanted = [len(sequences), self.vocab_size]
             raise ValueError(f"logits must have shape {wanted} (sequences, vocabulary), got {list(logits.shape)}")
-        logits = logits.float()
+        logits = logits.detach().float()
         tokens, top = row_argmax(logits)
         errors = {
             row: f"the model gave logits that cannot be sampled: their maximum is {top[row]}"
