@@ -1,4 +1,4 @@
-"""Benchmarks at toy size: a small probe buffer, one round, a tiny random shape; nothing depends on how fast anything is."""
+"""Benchmarks at toy size: a small probe buffer, one round, a tiny shape; nothing depends on how fast anything is."""
 
 from __future__ import annotations
 
