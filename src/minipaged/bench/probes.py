@@ -12,7 +12,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from minipaged.bench.machine import last_level_cache_bytes
 
@@ -20,58 +20,61 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from minipaged.ops.native import NativeBackend
-
 HUGE_PAGE = 2 << 20
 CACHES = 8  # the buffer is at least this many times the last-level cache
 PASSES = 5  # one probe is the median of so many passes
 LEAST_BUFFER = 512 << 20
 
 
+@runtime_checkable
+class NativeProbes(Protocol):
+    """What the native back end offers: both rates per second, by all threads."""
+
+    isa: str
+
+    def read_bandwidth(self, nbytes: int = ..., *, buffer: Tensor | None = None) -> float:
+        """Bytes per second of one pass over `buffer`, uint8."""
+
+    def matrix_peak(self, dtype: torch.dtype = ...) -> float:
+        """Floating-point operations per second on data in the L1 cache."""
+
+
 class Probes:
-    """Owns the buffer that is read. threads: those of the measurement; torch's own thread count must be the same."""
+    """Owns the buffer that is read. threads: those of the measurement, which must be torch's own number too."""
 
     def __init__(self, *, threads: int, device: str = "cpu", buffer_bytes: int | None = None) -> None:
         nbytes = buffer_bytes or max(LEAST_BUFFER, CACHES * (last_level_cache_bytes() or 0))
-        self.threads = threads
         self.device = device
-        self._native = _native(threads) if device == "cpu" else None
+        self._buffer, pages = _buffer(nbytes, device)
+        self._native = _native() if device == "cpu" else None
         if self._native is not None:
-            import torch
-
-            from minipaged.ops.native import huge_page_tensor
-
-            self._buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
-            self._read: Callable[[], object] = self._native_pass
-            how = f"native kernel ({self._native.isa}), huge pages"
+            how, self._pass = f"native kernel ({self._native.isa})", self._native_pass
         else:
-            self._buffer, pages = _buffer(nbytes, device)
-            name, self._read = self._fastest_torch_pass()
-            how = f"{name}, {pages}"
-        self.method = f"{how}, {nbytes >> 20} MiB, {threads} threads, median of {PASSES} passes"
+            how, self._pass = self._fastest_torch_pass()
+        self.method = f"{how}, {pages}, {nbytes >> 20} MiB, {threads} threads, median of {PASSES} passes"
 
     def read_bandwidth(self) -> float:
         """Bytes per second."""
-        return self._buffer.nbytes / statistics.median(self._seconds(self._read) for _ in range(PASSES))
+        return self._buffer.nbytes / statistics.median(self._seconds(self._pass) for _ in range(PASSES))
 
     def matrix_peak(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of large matrix products in `dtype` (a product and a sum count as
-        two).
-        """
+        """Floating-point operations per second of matrix products in `dtype`; a product and a sum count as two."""
         import torch
 
         if self._native is not None and dtype in (torch.bfloat16, torch.float32):
             native = self._native
-            return statistics.median(native.matrix_peak(dtype) for _ in range(3))
+            return statistics.median(native.matrix_peak(dtype) for _ in range(PASSES))
         n = 1024 if self.device == "cpu" else 8192
         a = torch.randn(n, n, device=self.device).to(dtype)
         out = torch.empty_like(a)
         torch.mm(a, a, out=out)
-        return 2 * n**3 / statistics.median(self._seconds(lambda: torch.mm(a, a, out=out)) for _ in range(PASSES))
+        seconds = statistics.median(self._seconds(lambda: torch.mm(a, a, out=out)) for _ in range(PASSES))
+        return 2.0 * n**3 / seconds
 
-    def _native_pass(self) -> None:
-        assert self._native is not None
-        self._native.read_bandwidth(buffer=self._buffer)
+    def _native_pass(self) -> object:
+        import torch
+
+        return self._native and self._native.read_bandwidth(buffer=self._buffer.view(torch.uint8))
 
     def _fastest_torch_pass(self) -> tuple[str, Callable[[], object]]:
         """Reductions differ by tens of percent between machines; the fastest is nearest to the limit."""
@@ -101,14 +104,13 @@ class Probes:
             torch.cuda.synchronize(self.device)
 
 
-def _native(threads: int) -> NativeBackend | None:
-    from minipaged.ops.registry import available_backends
+def _native() -> NativeProbes | None:
+    from minipaged.ops.registry import available_backends, get_backend
 
     if available_backends()["cpu"] is not None:
         return None
-    from minipaged.ops.native import NativeBackend
-
-    return NativeBackend(threads=threads)
+    backend = get_backend("cpu")
+    return backend if isinstance(backend, NativeProbes) else None
 
 
 def _buffer(nbytes: int, device: str) -> tuple[Tensor, str]:

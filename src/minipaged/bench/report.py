@@ -52,6 +52,7 @@ FIGURES: dict[str, Figure] = {
     "preemptions": Figure("preemptions", "{:.0f}", -1),
     "cached_tokens": Figure("prompt tokens found in the prefix cache", "{:.0f}"),
     "anonymous_growth_bytes": Figure("anonymous memory after import torch", "{:.2f} GiB", -1, GIB),
+    "anonymous_overhead_bytes": Figure("of which not weights", "{:.1f} MB", -1, MB),
     "anonymous_allowed_bytes": Figure("packed weights + KV pool + 300 MB", "{:.2f} GiB", 0, GIB),
     "read_bandwidth_gb_s": Figure("read bandwidth", "{:.1f} GB/s"),
     "matrix_peak_gflop_s": Figure("matrix peak", "{:.0f} GFLOP/s"),

@@ -65,30 +65,25 @@ def start_once(folder: Path, options: Mapping[str, Any]) -> Startup:
     fails.
     """
     arguments = json.dumps({"model": str(folder), "options": dict(options)})
-    begin = time.monotonic()  # the same clock in both processes
-    child = subprocess.Popen(
-        [sys.executable, "-m", CHILD, arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    peaks = _AnonymousMemory(child.pid)
-    errors: list[str] = []
-    assert child.stdout is not None and child.stderr is not None  # noqa: PT018 - both are pipes
-    reader = threading.Thread(target=lambda: errors.append(child.stderr.read()), daemon=True)  # type: ignore[union-attr]
-    reader.start()
     marks: dict[str, dict[str, Any]] = {}
     after_torch: int | None = None
-    for line in child.stdout:
-        if not line.startswith('{"mark"'):
-            continue
-        fact = json.loads(line)
-        marks[fact.pop("mark")] = fact
-        if "torch" in marks and after_torch is None:
-            after_torch = peaks.now()
-    code = child.wait()
-    peaks.stop()
-    reader.join()
-    if code or "end" not in marks:
-        last = "".join(errors).strip().splitlines()[-1:]
-        raise RuntimeError(f"the process that loads {folder} ended with status {code}: {''.join(last)}")
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would stop the child when it is full
+        begin = time.monotonic()  # the same clock in both processes
+        command = [sys.executable, "-m", CHILD, arguments]
+        with (
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+            _AnonymousMemory(child.pid) as memory,
+        ):
+            for line in child.stdout or ():
+                if line.startswith('{"mark"'):
+                    fact = json.loads(line)
+                    marks[fact.pop("mark")] = fact
+                    if "torch" in marks and after_torch is None:
+                        after_torch = memory.now()
+        errors.seek(0)
+        last = "".join(errors.read().strip().splitlines()[-1:])
+    if child.returncode or "end" not in marks:
+        raise RuntimeError(f"the process that loads {folder} ended with status {child.returncode}: {last}")
     at = {name: fact.pop("time") for name, fact in marks.items()}
     facts = marks["ready"]
     return Startup(
@@ -99,19 +94,26 @@ def start_once(folder: Path, options: Mapping[str, Any]) -> Startup:
         pool_bytes=facts.pop("pool_bytes"),
         facts=facts,
         anonymous_after_torch=after_torch,
-        anonymous_peak=peaks.peak,
+        anonymous_peak=memory.peak,
     )
 
 
 class _AnonymousMemory:
-    """Watches RssAnon of a process from a thread until `stop`."""
+    """Watches RssAnon of a process from a thread, inside a `with` block."""
 
     def __init__(self, pid: int) -> None:
         self._status = Path(f"/proc/{pid}/status")
         self._stop = threading.Event()
         self.peak: int | None = None
         self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _AnonymousMemory:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
     def now(self) -> int | None:
         """Bytes; None if the process or /proc is not there."""
@@ -123,10 +125,6 @@ class _AnonymousMemory:
             if line.startswith("RssAnon:"):
                 return int(line.split()[1]) * 1024
         return None
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _watch(self) -> None:
         while not self._stop.wait(SAMPLE_SECONDS):
@@ -171,6 +169,7 @@ def bench_startup(
     facts, pool_bytes = sitting.attempts[0].result.facts, sitting.attempts[0].result.pool_bytes
     weight_bytes = _packed_bytes(source, facts["dtype"])
     growths = [a.result.anonymous_growth for a in sitting.attempts]
+    growth = max((g for g in growths if g is not None), default=None)
     report = frame("startup", source.name, sitting, probes, None, **facts)
     own_s = sitting.median(lambda r: r.own_s)
     return report | {
@@ -184,7 +183,9 @@ def bench_startup(
         "weight_file_bytes": file_bytes,
         "packed_weight_bytes": weight_bytes,
         "kv_pool_bytes": pool_bytes,
-        "anonymous_growth_bytes": max((g for g in growths if g is not None), default=None),
+        "anonymous_growth_bytes": growth,
+        # The pool's pages come into being as tokens are written, so this is what everything but the weights takes.
+        "anonymous_overhead_bytes": None if growth is None else growth - weight_bytes,
         "anonymous_allowed_bytes": weight_bytes + pool_bytes + ALLOWANCE,
     }
 

@@ -1,6 +1,6 @@
 """The process whose start `startup` measures: it loads a model, generates two tokens, and prints a mark at each stage.
 
-A mark is one line of JSON: its name, the monotonic clock (which the parent reads too), and what is known at that moment.
+A mark is one line of JSON: its name, the monotonic clock (which the parent reads too), and what is known then.
 """
 
 import json
