@@ -42,7 +42,7 @@ PROFILE_FLAGS = (
     Flag("plot", Path, None, "Draw the profile to this file (.svg, .png, .pdf); needs matplotlib."),
 )
 Model = Annotated[
-    str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="[MODEL]")
+    str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="MODEL")
 ]
 WorkloadName = Annotated[
     str, typer.Option("--workload", help="W1 to W5, recipe (256 sequences), shared-prefix or long-prompt.")
