@@ -1,0 +1,155 @@
+// The one matrix product behind linear layers and attention, and the tile layout it reads.
+//
+// A "word" is 32 bits: one float, or two neighbouring bf16. A tile holds columns side by side, word by word:
+// tile[k][column], so that one vector load gives the k-th word of 16 columns. An output element is ONE register that
+// runs over k upwards. Nothing here ever splits or reorders k: this is what makes results independent of the batch.
+#pragma once
+#include "simd.h"
+
+namespace MP_ISA {
+
+template <class T>
+constexpr int WORD = 4 / sizeof(T);  // elements per word
+
+constexpr int PANEL = 32;      // columns of a packed weight that lie side by side
+constexpr int MAX_ROWS = 12;   // rows that one call of `product` takes
+constexpr int MAX_VECTORS = 4; // vectors of 16 columns that it takes
+
+template <class T>
+inline f32x16 multiply_add(f32x16 acc, uint32_t x, u32x16 w);
+template <>
+inline f32x16 multiply_add<float>(f32x16 acc, uint32_t x, u32x16 w) { return fma(splat(float_of(x)), as_floats(w), acc); }
+template <>
+inline f32x16 multiply_add<bf16>(f32x16 acc, uint32_t x, u32x16 w) { return dot_pairs(acc, splat_word(x), w); }
+
+// out[r][c] = sum over k of x[r][k] * tile[k][c], as one chain that starts from out[r][c] * scale[r] (SCALE) or from 0;
+// ADD: the finished chain is added to out[r][c].
+enum Into { SET, SCALE, ADD };
+struct Product {
+    const char* x;         // row-major words
+    int64_t x_stride;      // bytes
+    const uint32_t* tile;
+    int64_t tile_stride;   // words from k to k + 1
+    int64_t steps;         // words
+    float* out;
+    int64_t out_stride;    // floats
+    Into into;
+    const float* scale;
+    const char* ahead;     // the cache lines to fetch meanwhile, PREFETCH per step
+};
+
+template <class T, int R, int V, int PREFETCH>
+void product(const Product& a) {
+    if constexpr (R > REGISTER_ROWS) {
+        product<T, REGISTER_ROWS, V, PREFETCH>(a);
+        Product b = a;
+        b.x += REGISTER_ROWS * a.x_stride;
+        b.out += REGISTER_ROWS * a.out_stride;
+        if (a.into == SCALE) b.scale += REGISTER_ROWS;
+        product<T, R - REGISTER_ROWS, V, 0>(b);
+    } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
+        product<T, R, V / 2, PREFETCH>(a);
+        Product b = a;
+        b.tile += V / 2 * LANES;
+        b.out += V / 2 * LANES;
+        product<T, R, V / 2, 0>(b);
+    } else {
+        f32x16 acc[R][V];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++)
+                acc[r][v] = a.into == SCALE ? load(a.out + r * a.out_stride + LANES * v) * splat(a.scale[r]) : splat(0.0f);
+        const char* x[(R + 2) / 3];  // one pointer for three rows: few enough for the general registers
+#pragma GCC unroll 4
+        for (int i = 0; i < (R + 2) / 3; i++) x[i] = a.x + 3 * i * a.x_stride;
+        const uint32_t* tile = a.tile;
+        const char* ahead = a.ahead;
+        const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride;
+        for (int64_t k = a.steps; k > 0; k--) {
+            u32x16 w[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) w[v] = load_words(tile + LANES * v);
+            tile += tile_stride;
+            if constexpr (PREFETCH > 0) {
+#pragma GCC unroll 2
+                for (int i = 0; i < PREFETCH; i++) prefetch_l2(ahead + 64 * i);
+                ahead += 64 * PREFETCH;
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                uint32_t word = load_word(x[r / 3] + r % 3 * x_stride);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) acc[r][v] = multiply_add<T>(acc[r][v], word, w[v]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < (R + 2) / 3; i++) x[i] += 4;
+        }
+        if (a.into == ADD)
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) acc[r][v] = load(a.out + r * a.out_stride + LANES * v) + acc[r][v];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(a.out + r * a.out_stride + LANES * v, acc[r][v]);
+    }
+}
+
+template <class T, int V, int PREFETCH>
+inline void product_rows(int rows, const Product& a) {
+    typedef void (*Function)(const Product&);
+    static const Function table[MAX_ROWS] = {
+        product<T, 1, V, PREFETCH>, product<T, 2, V, PREFETCH>,  product<T, 3, V, PREFETCH>,  product<T, 4, V, PREFETCH>,
+        product<T, 5, V, PREFETCH>, product<T, 6, V, PREFETCH>,  product<T, 7, V, PREFETCH>,  product<T, 8, V, PREFETCH>,
+        product<T, 9, V, PREFETCH>, product<T, 10, V, PREFETCH>, product<T, 11, V, PREFETCH>, product<T, 12, V, PREFETCH>};
+    table[rows - 1](a);
+}
+
+// Any number of columns that is a multiple of 16. Few rows take more columns at a time, to have chains enough in flight.
+template <class T>
+inline void product_columns(int rows, int64_t columns, Product a) {
+    while (columns > 0) {
+        int v = columns >= 64 && rows <= 6 ? 4 : columns >= 32 ? 2 : 1;
+        if (v == 4) product_rows<T, 4, 0>(rows, a);
+        else if (v == 2) product_rows<T, 2, 0>(rows, a);
+        else product_rows<T, 1, 0>(rows, a);
+        a.tile += v * LANES;
+        a.out += v * LANES;
+        columns -= v * LANES;
+    }
+}
+
+// n rows fall into blocks of at most MAX_ROWS and nearly equal size; a short last block would waste registers.
+inline int64_t block_rows(int64_t n) { return ceil_div(n, ceil_div(n, MAX_ROWS)); }
+
+// The first `words` words of 16 rows -> tile[word][row]. `between` runs after every four words (to prefetch).
+template <class Between>
+inline void transpose_rows(const char* const* rows, int64_t words, uint32_t* tile, int64_t stride, Between between) {
+    int64_t k = 0;
+    for (; k + 4 <= words; k += 4) {
+        transpose_16x4(rows, 4 * k, tile + k * stride, stride);
+        between();
+    }
+    for (; k < words; k++)
+        for (int i = 0; i < LANES; i++) tile[k * stride + i] = load_word(rows[i] + 4 * k);
+}
+
+// Memory of one thread, reused from call to call. Only the owner grows it, before a parallel region starts.
+struct Scratch {
+    char* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(data); }
+    char* reserve(size_t bytes) {
+        if (bytes > size) {
+            free(data);
+            size = bytes + bytes / 4;
+            data = (char*)aligned_alloc(4096, round_up((int64_t)size, 4096));
+            if (!data) size = 0;
+        }
+        return data;
+    }
+};
+
+}  // namespace MP_ISA
