@@ -84,6 +84,13 @@ struct mp_attention {
     int64_t threads;
 };
 
+struct mp_probe {
+    const void* data;
+    int64_t amount;  // bytes to read, or steps to compute: each 12 rows x 32 columns x one word
+    int64_t type, threads;
+    float* result;  // so that nothing is optimised away
+};
+
 struct mp_kernels {  // what one instruction set offers; all return MP_OK or an error
     const char* name;
     int (*pack)(const mp_pack*);
@@ -92,4 +99,6 @@ struct mp_kernels {  // what one instruction set offers; all return MP_OK or an 
     int (*rms_norm)(const mp_rms_norm*);
     int (*rope_write)(const mp_rope_write*);
     int (*attention)(const mp_attention*);
+    int (*read_probe)(const mp_probe*);
+    int (*peak_probe)(const mp_probe*);
 };

@@ -28,25 +28,23 @@ struct Unit {
 
 // Where the 64 keys and values of one (tile, kv head) lie; keys that do not exist point to zeros (0 * NaN is NaN).
 struct TileRows {
-    const char *key[TILE], *value[TILE];
+    const char* row[2 * TILE];  // keys, then values
     int count;
     bool bad_block;
 };
 
-// Fetches the next tile into L2 a few lines at a time while this one is computed: bunched requests would stall it.
-struct Prefetch {
-    const TileRows* rows;
-    int lines, next, total;
-    void start(const TileRows* r, int64_t row_bytes) {
-        rows = r;
-        lines = (int)ceil_div(row_bytes, 64);
-        next = 0;
-        total = r ? 2 * r->count * lines : 0;
-    }
-    inline void advance(int n) {
-        for (; n > 0 && next < total; n--, next++) {
-            const int row = next / lines, line = next % lines;
-            prefetch_l2((row < rows->count ? rows->key[row] : rows->value[row - rows->count]) + 64 * line);
+// Fetches the next tile into L2 while this one is packed, a few lines per step: this is worth a factor of two. Measured
+// on Zen 4: no hardware prefetcher follows 4 KiB pieces; requests faster than memory answers are dropped; requests from
+// inside the products come out slower than from the packing loops.
+struct RowsAhead {
+    const char* const* row;
+    const char* const* end;
+    int64_t row_bytes, offset;
+    void lines(int64_t n) {
+        for (; n > 0 && row != end; n--) {
+            prefetch_l2(*row + offset);
+            offset += 64;
+            if (offset >= row_bytes) offset = 0, row++;
         }
     }
 };
@@ -87,24 +85,19 @@ struct Attention {
             const T* k = (const T*)cache->key + block * cache->key_strides[0] + head * cache->key_strides[1];
             const T* v = (const T*)cache->value + block * cache->value_strides[0] + head * cache->value_strides[1];
             for (; offset < bs && i < rows->count; offset++, i++) {
-                rows->key[i] = bad ? zero_row : (const char*)(k + offset * cache->key_strides[2]);
-                rows->value[i] = bad ? zero_row : (const char*)(v + offset * cache->value_strides[2]);
+                rows->row[i] = bad ? zero_row : (const char*)(k + offset * cache->key_strides[2]);
+                rows->row[TILE + i] = bad ? zero_row : (const char*)(v + offset * cache->value_strides[2]);
             }
         }
-        for (int i = rows->count; i < TILE; i++) rows->key[i] = rows->value[i] = zero_row;
+        for (int i = rows->count; i < TILE; i++) rows->row[i] = rows->row[TILE + i] = zero_row;
     }
 
     // V as a tile [words of 64 keys][columns]: bf16 rows of two neighbouring keys are interleaved.
-    void pack_values(const TileRows& rows, uint32_t* tile, Prefetch& ahead, int lines) const {
-        for (int k = 0; k < TILE / WORD<T>; k++, tile += columns) {
-            if constexpr (sizeof(T) == 4) {
-                memcpy(tile, rows.value[k], dim * 4);
-            } else {
-                const bf16 *even = (const bf16*)rows.value[2 * k], *odd = (const bf16*)rows.value[2 * k + 1];
-                for (int64_t c = 0; c < dim; c += LANES)
-                    store_words(tile + c, pair_up(even + c, odd + c, min_of<int64_t>(LANES, dim - c)));
-            }
-            ahead.advance(lines);
+    void pack_values(const char* const* rows, uint32_t* tile, RowsAhead& ahead) const {
+        for (int k = 0; k < TILE; k += WORD<T>, tile += columns) {
+            if constexpr (sizeof(T) == 4) memcpy(tile, rows[k], dim * 4);
+            else interleave((const bf16*)rows[k], (const bf16*)rows[k + 1], dim, tile);
+            ahead.lines(dim / 16);  // half of the lines over all keys
         }
     }
 
@@ -126,7 +119,7 @@ struct Attention {
         int most = 1;
         for (int r = 0; r < rows; r++) most = max_of(most, visible[r]);
 
-        Product dots = {q, words * 4, keys, TILE, words, scores, TILE, SET, nullptr, nullptr};
+        Product dots = {q, words * 4, keys, TILE, words, scores, TILE, SET, nullptr};
         product_columns<T>(rows, round_up(most, LANES), dots);
 
         for (int i = 0; i < LANES; i++) m[i] = top[i] = EMPTY;
@@ -161,7 +154,7 @@ struct Attention {
             store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
         }
 
-        Product sums = {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>), s.o, columns, SCALE, c, nullptr};
+        Product sums = {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>), s.o, columns, SCALE, c};
         product_columns<T>(rows, columns, sums);
     }
 
@@ -231,7 +224,7 @@ struct Attention {
     }
 
     // One (tile, head) of a unit, and whatever starts or ends with it.
-    void visit(const Walk& w, const Buffers& b, Prefetch& ahead, float* partials) const {
+    void visit(const Walk& w, const Buffers& b, RowsAhead& ahead, float* partials) const {
         const Unit& u = *w.unit;
         const int64_t tokens = u.last_query - u.first_query, rows = tokens * group;
         const int64_t base = (w.head - u.first_head) * rows;  // this head's rows within the buffers
@@ -255,20 +248,17 @@ struct Attention {
         // Rows are in order of position, so those that see nothing of this tile come first.
         const int64_t start = w.tile * TILE;
         const int64_t blind = max_of<int64_t>(0, start - first_position) * group;
-        const int lines = ahead.total;
-        const int64_t steps = TILE / LANES * max_of<int64_t>(1, words / 4);
         for (int k = 0; k < TILE; k += LANES)
-            transpose_rows(w.rows.key + k, words, b.keys + k, TILE, [&] { ahead.advance((int)ceil_div(lines * 2 / 5, steps)); });
-        pack_values(w.rows, b.values, ahead, (int)ceil_div(lines * 2 / 5, TILE / WORD<T>));
+            transpose_rows(w.rows.row + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
+        pack_values(w.rows.row + TILE, b.values, ahead);
         const int64_t block = rows > blind ? block_rows(rows - blind) : 1;
         for (int64_t r = blind; r < rows; r += block) {
             const int n = (int)min_of(block, rows - r);
             int visible[MAX_ROWS];
             for (int i = 0; i < n; i++) visible[i] = (int)min_of<int64_t>(TILE, first_position + (r + i) / group + 1 - start);
             attend(q + r * words * 4, b.keys, b.values, n, visible, {state.m + r, state.l + r * LANES, state.o + r * columns});
-            ahead.advance(16);
         }
-        ahead.advance(lines);
+        ahead.lines(2 * TILE * ceil_div(ahead.row_bytes, 64));
 
         const bool unit_ends = w.tile + 1 == w.end;
         if (!unit_ends && (w.tile + 1) % TILES_PER_SPLIT != 0) return;
@@ -345,12 +335,12 @@ struct Attention {
             FlushDenormals flush;
             const Buffers b = buffers(memory + per_thread * __atomic_fetch_add(&arrived, 1, __ATOMIC_RELAXED), most_rows);
             Walk walks[2];
-            Prefetch ahead;
             int now = 0;
             bool more = enter(&walks[0], units, count, &next);
             while (more) {
                 more = advance(walks[now], &walks[1 - now], units, count, &next);
-                ahead.start(more ? &walks[1 - now].rows : nullptr, dim * sizeof(T));
+                const char* const* rows = walks[1 - now].rows.row;
+                RowsAhead ahead = {rows, more ? rows + 2 * TILE : rows, dim * (int64_t)sizeof(T), 0};
                 if (walks[now].rows.bad_block) __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
                 visit(walks[now], b, ahead, partials);
                 now = 1 - now;

@@ -134,12 +134,13 @@ int linear(const mp_linear* a) {
                 const int64_t first = b * block, n = min_of(block, rows - first);
                 for (int64_t p = task * group; p < end; p++) {
                     const uint32_t* tile = (const uint32_t*)w.data + p * panel_words;
-                    Product job = {x + first * x_stride, x_stride, tile, PANEL, 0, sums, PANEL, SET, nullptr, nullptr};
+                    Product job = {x + first * x_stride, x_stride, tile, PANEL, 0, sums, PANEL, SET, nullptr};
+                    NothingAhead nothing;
                     for (int64_t k = 0; k < words; k += CHAIN<T>) {
                         job.steps = min_of(CHAIN<T>, words - k);
-                        job.ahead = (const char*)job.tile + 4096;
-                        if (b == 0 && rows >= 3) product_rows<T, 2, 2>((int)n, job);  // for 1 or 2 rows hardware does it best
-                        else product_rows<T, 2, 0>((int)n, job);
+                        TileAhead ahead = {(const char*)job.tile + 4096};
+                        if (b == 0 && rows >= 3) product_rows<T, 2>((int)n, job, ahead);
+                        else product_rows<T, 2>((int)n, job, nothing);  // for 1 or 2 rows the hardware does it best
                         job.x += 4 * job.steps;
                         job.tile += PANEL * job.steps;
                         job.into = ADD;

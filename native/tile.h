@@ -35,24 +35,34 @@ struct Product {
     int64_t out_stride;    // floats
     Into into;
     const float* scale;
-    const char* ahead;     // the cache lines to fetch meanwhile, PREFETCH per step
 };
 
-template <class T, int R, int V, int PREFETCH>
-void product(const Product& a) {
+// What to fetch into the cache meanwhile: `step` runs once per word of the sum.
+struct NothingAhead {
+    void step() {}
+};
+struct TileAhead {  // two lines, so as fast as 32 columns are read
+    const char* line;
+    void step() { prefetch_l2(line), prefetch_l2(line + 64), line += 128; }
+};
+
+template <class T, int R, int V, class Ahead>
+void product(const Product& a, Ahead& ahead) {
     if constexpr (R > REGISTER_ROWS) {
-        product<T, REGISTER_ROWS, V, PREFETCH>(a);
+        NothingAhead nothing;
+        product<T, REGISTER_ROWS, V>(a, ahead);
         Product b = a;
         b.x += REGISTER_ROWS * a.x_stride;
         b.out += REGISTER_ROWS * a.out_stride;
         if (a.into == SCALE) b.scale += REGISTER_ROWS;
-        product<T, R - REGISTER_ROWS, V, 0>(b);
+        product<T, R - REGISTER_ROWS, V>(b, nothing);
     } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
-        product<T, R, V / 2, PREFETCH>(a);
+        NothingAhead nothing;
+        product<T, R, V / 2>(a, ahead);
         Product b = a;
         b.tile += V / 2 * LANES;
         b.out += V / 2 * LANES;
-        product<T, R, V / 2, 0>(b);
+        product<T, R, V / 2>(b, nothing);
     } else {
         f32x16 acc[R][V];
 #pragma GCC unroll 12
@@ -64,18 +74,14 @@ void product(const Product& a) {
 #pragma GCC unroll 4
         for (int i = 0; i < (R + 2) / 3; i++) x[i] = a.x + 3 * i * a.x_stride;
         const uint32_t* tile = a.tile;
-        const char* ahead = a.ahead;
+        Ahead fetch = ahead;  // a copy can live in registers
         const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride;
         for (int64_t k = a.steps; k > 0; k--) {
             u32x16 w[V];
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) w[v] = load_words(tile + LANES * v);
             tile += tile_stride;
-            if constexpr (PREFETCH > 0) {
-#pragma GCC unroll 2
-                for (int i = 0; i < PREFETCH; i++) prefetch_l2(ahead + 64 * i);
-                ahead += 64 * PREFETCH;
-            }
+            fetch.step();
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 uint32_t word = load_word(x[r / 3] + r % 3 * x_stride);
@@ -85,6 +91,7 @@ void product(const Product& a) {
 #pragma GCC unroll 4
             for (int i = 0; i < (R + 2) / 3; i++) x[i] += 4;
         }
+        ahead = fetch;
         if (a.into == ADD)
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++)
@@ -97,24 +104,25 @@ void product(const Product& a) {
     }
 }
 
-template <class T, int V, int PREFETCH>
-inline void product_rows(int rows, const Product& a) {
-    typedef void (*Function)(const Product&);
-    static const Function table[MAX_ROWS] = {
-        product<T, 1, V, PREFETCH>, product<T, 2, V, PREFETCH>,  product<T, 3, V, PREFETCH>,  product<T, 4, V, PREFETCH>,
-        product<T, 5, V, PREFETCH>, product<T, 6, V, PREFETCH>,  product<T, 7, V, PREFETCH>,  product<T, 8, V, PREFETCH>,
-        product<T, 9, V, PREFETCH>, product<T, 10, V, PREFETCH>, product<T, 11, V, PREFETCH>, product<T, 12, V, PREFETCH>};
-    table[rows - 1](a);
+template <class T, int V, class Ahead>
+inline void product_rows(int rows, const Product& a, Ahead& ahead) {
+    typedef void (*Function)(const Product&, Ahead&);
+    static const Function table[MAX_ROWS] = {product<T, 1, V, Ahead>,  product<T, 2, V, Ahead>,  product<T, 3, V, Ahead>,
+                                             product<T, 4, V, Ahead>,  product<T, 5, V, Ahead>,  product<T, 6, V, Ahead>,
+                                             product<T, 7, V, Ahead>,  product<T, 8, V, Ahead>,  product<T, 9, V, Ahead>,
+                                             product<T, 10, V, Ahead>, product<T, 11, V, Ahead>, product<T, 12, V, Ahead>};
+    table[rows - 1](a, ahead);
 }
 
 // Any number of columns that is a multiple of 16. Few rows take more columns at a time, to have chains enough in flight.
 template <class T>
 inline void product_columns(int rows, int64_t columns, Product a) {
+    NothingAhead nothing;
     while (columns > 0) {
-        int v = columns >= 64 && rows <= 6 ? 4 : columns >= 32 ? 2 : 1;
-        if (v == 4) product_rows<T, 4, 0>(rows, a);
-        else if (v == 2) product_rows<T, 2, 0>(rows, a);
-        else product_rows<T, 1, 0>(rows, a);
+        const int v = columns >= 64 && rows <= 6 ? 4 : columns >= 32 ? 2 : 1;
+        if (v == 4) product_rows<T, 4>(rows, a, nothing);
+        else if (v == 2) product_rows<T, 2>(rows, a, nothing);
+        else product_rows<T, 1>(rows, a, nothing);
         a.tile += v * LANES;
         a.out += v * LANES;
         columns -= v * LANES;

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import time
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,7 +25,7 @@ from minipaged.errors import BackendUnavailableError
 from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from minipaged.kv.paged_cache import PagedKVCache
 
@@ -43,6 +44,7 @@ _RMS_NORM = struct.Struct("PqqqPdPqqq")
 _CACHE = struct.Struct("PPqqqqqqqqqqq")
 _ROPE_WRITE = struct.Struct("PqqqPPddPPqPPPPqq")
 _BATCH = struct.Struct("PqqPPq")
+_PROBE = struct.Struct("PqqqP")
 _ATTENTION = struct.Struct("PPPqqqPqqdq")
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
@@ -65,6 +67,8 @@ class _KernelTable(ctypes.Structure):
         ("rms_norm", _Kernel),
         ("rope_write", _Kernel),
         ("attention", _Kernel),
+        ("read_probe", _Kernel),
+        ("peak_probe", _Kernel),
     )
 
 
@@ -420,6 +424,24 @@ class NativeBackend(Backend):
         if code:
             _check(code)
         return out if result is out else out.copy_(result)
+
+    def read_bandwidth(self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Bytes per second of one pass over huge-page memory by all threads. Pass a touched `buffer` to repeat cheaply."""
+        if buffer is None:
+            buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
+        result = ctypes.c_float()
+        call = _PROBE.pack(buffer.data_ptr(), buffer.numel(), 0, self.threads, ctypes.addressof(result))
+        start = clock()
+        self._kernels.read_probe(call)
+        return buffer.numel() / (clock() - start)
+
+    def matrix_peak(self, dtype: torch.dtype = torch.bfloat16, *, steps: int = 1 << 20, clock: Callable[[], float] = time.perf_counter) -> float:
+        """Floating-point operations per second of the product kernel on data in L1, all threads."""
+        result = ctypes.c_float()
+        call = _PROBE.pack(0, steps, _TYPES[dtype], self.threads, ctypes.addressof(result))
+        start = clock()
+        self._kernels.peak_probe(call)
+        return steps * self.threads * 12 * 32 * 2 * (4 // dtype.itemsize) / (clock() - start)
 
     def _cache(self, cache: PagedKVCache) -> _Cache:
         """The C struct of a cache, made once and again only if its memory moved."""
