@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """weight [n] and epsilon of y = round(x / sqrt(mean(x^2) + eps)) * weight, the mean in float32 (Hugging Face's rounding order)."""
+    """weight [n] and epsilon of y = round(x / sqrt(mean(x^2) + eps)) * weight, as Hugging Face rounds it."""
 
     weight: Tensor
     eps: float
@@ -28,7 +28,10 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """cos and sin, float32 [max_position, D / 2], YaRN's attention factor included. Rotates (x[i], x[i + D/2]) pairs (NeoX style)."""
+    """cos and sin, float32 [max_position, D / 2], YaRN's attention factor included.
+
+    Rotates (x[i], x[i + D/2]) pairs (NeoX style).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -79,11 +82,26 @@ class Backend(ABC):
 
     name: str
     batch_invariant: bool = False
-    """True if a row's result is bit-identical whatever else is in the batch, however the prompt is chunked and placed."""
+    """True if a row's result is bit-identical whatever its batch mates, chunking and placement."""
+    copies_weights: bool = False
+    """True if `pack_linear` keeps nothing of its arguments: they may be views of a file, or buffers that are reused."""
+    row_padding_bytes: int = 0
+    """Added to rows of activation buffers whose stride would be a multiple of 4096 bytes, if that slows the kernels."""
 
     @abstractmethod
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
-        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`."""
+    def pack_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        use: Literal["linear", "embed", "both"] = "linear",
+    ) -> PackedLinear:
+        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`.
+
+        use: what will be called with it. A hint about memory only (some layouts serve both calls, some need two
+        copies); every call works whatever was said here.
+        """
 
     @abstractmethod
     def linear(
@@ -96,15 +114,22 @@ class Backend(ABC):
         act: Literal["silu_mul"] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """act(norm(x) @ weight.T + bias) + residual; x [T, in] -> [T, out], or [T, out / 2] with silu_mul. `residual` may be `out`."""
+        """act(norm(x) @ weight.T + bias) + residual; x [T, in] -> [T, out], or [T, out / 2] with silu_mul.
+
+        `residual` may be `out`.
+        """
 
     @abstractmethod
     def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        """Rows of a packed weight: token_ids int64 [T] -> [T, in]. Serves a tied output head and its embedding from one table."""
+        """Rows of a packed weight: token_ids int64 [T] -> [T, in]. One table serves a tied head and its embedding."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dimension."""
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
+        """key, value [T, Hkv, D] to their slots (int64 [T], -1 skips). Outside the pool: IndexError, no write."""
+        cache.write(key, value, slot_mapping)
 
     @abstractmethod
     def qk_norm_rope_write(
@@ -119,7 +144,7 @@ class Backend(ABC):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] -> query [T, Hq, D]; normalises q and k per head, rotates them, writes k and v to their slots."""
+        """qkv [T, (Hq + 2 Hkv) D] -> query [T, Hq, D]: q and k are normalised per head and rotated, k and v written."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
@@ -135,9 +160,9 @@ class Backend(ABC):
         scale: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Causal paged attention, query [T, Hq, D] -> [T, Hq, D]; scale None = 1 / sqrt(D). A row of length 0 gives zeros."""
+        """Causal paged attention, query and result [T, Hq, D]; scale None = 1 / sqrt(D). Empty rows give zeros."""
 
     def copy_blocks(self, caches: Sequence[PagedKVCache], pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer; all sources are read before any destination is written."""
+        """Copy whole blocks (source, destination) in every layer; all sources are read before the first write."""
         for cache in caches:
             cache.copy_blocks(pairs)

@@ -1,0 +1,42 @@
+"""Entry point of the `minipaged` command: assembles the commands, each in its own file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from minipaged.cli import generate, verify
+
+app = typer.Typer(
+    name="minipaged",
+    help="A small, readable, fast inference engine for Qwen3 models, built around a paged KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from minipaged import __version__
+
+        typer.echo(f"minipaged {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """A small, readable, fast inference engine for Qwen3 models, built around a paged KV cache."""
+
+
+def main() -> None:
+    """Run the command line; console script `minipaged`."""
+    app()

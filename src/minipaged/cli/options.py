@@ -1,0 +1,143 @@
+"""Options that several commands share: every keyword of `LLM`, every sampling field, as tables of data.
+
+A command takes `llm: dict` and, if it samples, `sampling: dict`; the decorators here replace those two parameters by
+one flag per row, so that a flag is described once and has the name of the keyword it sets.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One command-line flag: the keyword it sets, its type, its default (None = not given) and its help."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+
+    def parameter(self, panel: str | None) -> inspect.Parameter:
+        """The Typer parameter, in this panel of --help; underscores become dashes."""
+        flag = "--" + self.name.replace("_", "-")
+        decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
+        hint = Annotated[
+            self.type if self.type is bool or self.default is not None else self.type | None,
+            typer.Option(decl, help=self.help, rich_help_panel=panel),
+        ]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=hint)
+
+
+LLM_FLAGS = (
+    Flag("tokenizer", str, None, "Folder of the tokenizer, if it is not the model's."),
+    Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
+    Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
+    Flag("device", str, "auto", "auto, cpu or cuda."),
+    Flag("backend", str, None, "Kernels: reference, torch, cpu or triton; the best that runs here by default."),
+    Flag("block_size", int, 16, "Tokens per KV block."),
+    Flag("num_blocks", int, None, "KV blocks in the pool; sized from memory by default."),
+    Flag("kv_cache_memory", int, None, "Bytes for the KV pool."),
+    Flag("gpu_memory_utilization", float, 0.9, "Share of the GPU's memory to use."),
+    Flag("max_model_len", int, None, "Longest sequence (prompt + output) in tokens."),
+    Flag("max_num_seqs", int, 64, "Sequences that may hold blocks at once."),
+    Flag("max_num_batched_tokens", int, None, "Token budget of one step (512 on the CPU, 8192 on a GPU)."),
+    Flag("enable_prefix_caching", bool, True, "Keep full blocks findable for later prompts."),
+    Flag("eviction_policy", str, "lru", "Which idle cached block goes first: lru or lfu."),
+    Flag("scheduling_policy", str, "fcfs", "Who runs first: fcfs or priority."),
+    Flag("seed", int, 0, "Random seed."),
+    Flag("threads", int, None, "Compute threads; min(affinity, cgroup quota) by default."),
+    Flag("check_invariants", bool, False, "Check the block manager after every step (slow)."),
+    Flag("kv_journal", str, None, "Write the block manager's events to this file."),
+)
+
+SAMPLING_FLAGS = (
+    Flag("n", int, 1, "Outputs per prompt."),
+    Flag("temperature", float, None, "0 = greedy; the model's own default if not given."),
+    Flag("top_p", float, None, "Nucleus sampling: smallest set of tokens with this probability."),
+    Flag("top_k", int, None, "Keep the k most likely tokens; 0 = all."),
+    Flag("min_p", float, 0.0, "Drop tokens below this share of the most likely one."),
+    Flag("max_tokens", int, None, "Most tokens to generate; as many as fit if not given."),
+    Flag("min_tokens", int, 0, "Fewest tokens to generate."),
+    Flag("stop", list[str], None, "Stop at this text (may be repeated)."),
+    Flag("ignore_eos", bool, False, "Go on after an end-of-sequence token."),
+    Flag("presence_penalty", float, 0.0, "Subtracted once from a token that has been generated."),
+    Flag("frequency_penalty", float, 0.0, "Subtracted for each time a token has been generated."),
+    Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
+)
+
+PANELS = {"llm": "Model and engine", "sampling": "Sampling"}
+
+COMMON_FLAGS = (
+    Flag("log_level", str, "warning", "debug, info, warning or error."),
+    Flag("debug", bool, False, "Show the traceback of an error."),
+)
+
+
+def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
+    """Replace each named dict parameter of a command by the flags of its group; adds the common flags.
+
+    Sets up logging and turns exceptions into a line on stderr and exit status 1 (2 where the input was wrong).
+    """
+
+    def decorate(command: F) -> F:
+        own = inspect.signature(command, eval_str=True)
+        kept = [p for p in own.parameters.values() if p.name not in groups]
+        flags = [f.parameter(PANELS[name]) for name, group in groups.items() for f in group]
+        flags += [f.parameter(None) for f in COMMON_FLAGS]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            logging.basicConfig(
+                level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
+            )
+            dicts = {name: {f.name: given.pop(f.name) for f in group} for name, group in groups.items()}
+            with readable_errors(debug=given.pop("debug")):
+                command(**given, **dicts)
+
+        parameters = [*kept, *flags]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # type: ignore[attr-defined]  # Typer would look through it at the undecorated signature
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+class UsageError(ValueError):
+    """What the user asked for makes no sense: exit status 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """A ValueError in here is the caller's: wrong usage."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def readable_errors(*, debug: bool) -> Iterator[None]:
+    """One line for an error, and the exit status that belongs to it."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(130) from None

@@ -1,0 +1,64 @@
+"""Operations on the paged cache and the back ends that implement them.
+
+`paged_attention` holds the functions for users and tests, `backend` the interface through which the model reaches
+kernels, `registry` the list of back ends. Everything loads on first access.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+    from minipaged.ops.merge import merge_attention_states
+    from minipaged.ops.paged_attention import (
+        paged_attention_online,
+        paged_attention_reference,
+        paged_attention_varlen,
+        write_kv_cache,
+    )
+    from minipaged.ops.registry import available_backends, get_backend
+
+_HOME = {
+    "AttentionBatch": "backend",
+    "AttentionPlan": "backend",
+    "Backend": "backend",
+    "PackedLinear": "backend",
+    "RMSNorm": "backend",
+    "RotaryTable": "backend",
+    "available_backends": "registry",
+    "get_backend": "registry",
+    "merge_attention_states": "merge",
+    "paged_attention_online": "paged_attention",
+    "paged_attention_reference": "paged_attention",
+    "paged_attention_varlen": "paged_attention",
+    "write_kv_cache": "paged_attention",
+}
+
+__all__ = [
+    "AttentionBatch",
+    "AttentionPlan",
+    "Backend",
+    "PackedLinear",
+    "RMSNorm",
+    "RotaryTable",
+    "available_backends",
+    "get_backend",
+    "merge_attention_states",
+    "paged_attention_online",
+    "paged_attention_reference",
+    "paged_attention_varlen",
+    "write_kv_cache",
+]
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

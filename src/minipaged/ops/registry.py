@@ -1,0 +1,67 @@
+"""Which back ends there are, which of them can run here, and why the others cannot."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from minipaged.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+    from minipaged.ops.backend import Backend
+
+# name -> (module, class), best first. A module may define `unavailable_reason(device) -> str | None`.
+_BACKENDS = {
+    "triton": ("minipaged.ops.triton_backend", "TritonBackend"),
+    "cpu": ("minipaged.ops.native", "NativeBackend"),
+    "torch": ("minipaged.ops.torch_backend", "TorchBackend"),
+    "reference": ("minipaged.ops.reference", "ReferenceBackend"),
+}
+
+
+def available_backends(device: torch.device | str = "cpu") -> dict[str, str | None]:
+    """Every back end's name, best first, with None if it can run on `device`, else the reason why it cannot."""
+    return {name: _unavailable_reason(name, device) for name in _BACKENDS}
+
+
+def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> Backend:
+    """A new back end object; it owns its scratch memory, so use one per thread.
+
+    name: "reference", "cpu", "torch", "triton", or None for the best one that can run on `device`. Raises ValueError
+    for an unknown name and BackendUnavailableError, with the reason, for one that cannot run here.
+    """
+    if name is None:
+        name = next(n for n in _BACKENDS if _chosen_by_itself(n, device) and _unavailable_reason(n, device) is None)
+    elif name not in _BACKENDS:
+        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(map(repr, _BACKENDS))}, or None")
+    reason = _unavailable_reason(name, device)
+    if reason is not None:
+        raise BackendUnavailableError(f"backend {name!r} cannot run on {device}: {reason}; backend 'torch' can")
+    module, class_name = _BACKENDS[name]
+    backend: Backend = getattr(import_module(module), class_name)()
+    return backend
+
+
+def _chosen_by_itself(name: str, device: torch.device | str) -> bool:
+    # Triton's interpreter takes CPU tensors, for tests: nobody wants it unless they ask for it.
+    return name != "triton" or not str(device).startswith("cpu")
+
+
+def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
+    module = _BACKENDS[name][0]
+    if find_spec(module) is None:
+        return "this installation does not contain it"
+    if name == "cpu" and not str(device).startswith("cpu"):
+        return "it computes on the CPU"
+    if name == "triton":
+        if find_spec("triton") is None:
+            return "the package triton is not installed (extra [gpu])"
+        if str(device).startswith("cpu") and os.environ.get("TRITON_INTERPRET") != "1":
+            return "it takes CPU tensors only under TRITON_INTERPRET=1"
+    check = getattr(import_module(module), "unavailable_reason", None)
+    reason: str | None = check(device) if check is not None else None
+    return reason
