@@ -5,6 +5,13 @@ class OutOfBlocksError(RuntimeError):
     """The block pool cannot serve an allocation; nothing was changed."""
 
 
+class UnknownSequenceError(KeyError):
+    """No live sequence has this id, which is `args[0]`."""
+
+    def __str__(self) -> str:
+        return f"sequence {self.args[0]!r} is not live: it was never created, or has been released"
+
+
 class InvariantError(RuntimeError):
     """The block manager's bookkeeping contradicts itself; the message names the block and the broken rule."""
 

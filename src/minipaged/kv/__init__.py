@@ -1,0 +1,48 @@
+"""The metadata plane: which physical block holds which tokens of which sequence. Needs no torch until tensors are
+asked for.
+
+`PagedKVCache`, the memory that these blocks describe, loads torch and therefore only on first access.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
+from minipaged.kv import address
+from minipaged.kv.block_manager import KVBlockManager, SequenceState
+from minipaged.kv.events import BlockEvent
+from minipaged.kv.eviction import EvictionPolicy, LeastFrequentlyUsed, LeastRecentlyUsed, RankedPolicy
+from minipaged.kv.prefix_index import PrefixKeys
+
+if TYPE_CHECKING:
+    from minipaged.kv.paged_cache import PagedKVCache
+
+__all__ = [
+    "BlockEvent",
+    "EvictionPolicy",
+    "InvariantError",
+    "KVBlockManager",
+    "LeastFrequentlyUsed",
+    "LeastRecentlyUsed",
+    "OutOfBlocksError",
+    "PagedKVCache",
+    "PrefixKeys",
+    "RankedPolicy",
+    "SequenceState",
+    "UnknownSequenceError",
+    "address",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PagedKVCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from minipaged.kv.paged_cache import PagedKVCache
+
+    globals()[name] = PagedKVCache
+    return PagedKVCache
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,213 @@
+"""Who owns which physical block. Every block is in exactly one of three states:
+
+          take                      give_back, never cached
+    FREE -------> IN USE (ref_count >= 1) ---------> FREE
+                   |    ^
+      give_back,   |    | share (a prefix hit)
+      cached       v    |
+                  IDLE (cached, ref_count 0) -- evicted when the free queue is empty --> taken
+
+All operations are O(1) (eviction: plus what the policy needs).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from minipaged.kv.block_copies import PendingCopies
+from minipaged.kv.events import BlockEvent, EventKind, Listener
+from minipaged.kv.eviction import EvictionPolicy
+from minipaged.kv.prefix_index import Entry, PrefixIndex
+
+
+class BlockPool:
+    """Free queue, reference counts, idle cached blocks and pending copies of `len(free_order)` blocks."""
+
+    def __init__(self, free_order: Sequence[int], policy: EvictionPolicy, listener: Listener | None) -> None:
+        self.free = list(reversed(free_order))  # a stack: the front of the queue is the end of the list
+        self.ref_count = [0] * len(self.free)
+        self.references = 0  # sum of ref_count
+        self.shared = 0  # blocks with ref_count >= 2
+        self.index = PrefixIndex()
+        self.entry_of: list[Entry | None] = [None] * len(self.free)
+        self.idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self.candidates: set[int] = set()  # idle blocks without a cached child; what the policy holds
+        self.policy = policy
+        self.copies = PendingCopies()
+        self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
+        self._listener = listener
+        self._releases = 0
+
+    def emit(
+        self,
+        kind: EventKind,
+        block: int,
+        sequence: int | None = None,
+        index: int | None = None,
+        source: int | None = None,
+    ) -> None:
+        """Tell the listener."""
+        if self._listener is not None:
+            self._listener(BlockEvent(kind, block, sequence, index, source))
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out: an idle block can always be evicted (`_expose_candidate`)."""
+        return len(self.free) + len(self.idle)
+
+    def has_destinations(self, count: int) -> bool:
+        """Can `take_destination` hand out `count` blocks? Each must be available and no pending copy's source."""
+        if self.num_available - len(self.copies.sources) >= count:
+            return True
+        return self.num_available - sum(not self.ref_count[block] for block in self.copies.sources) >= count
+
+    # --- FREE or IDLE -> IN USE ---
+
+    def take(self) -> int:
+        """The next block; the caller has checked `num_available`."""
+        return self._own(self.free.pop() if self.free else self._evict())
+
+    def take_destination(self) -> int:
+        """The next block that may become the destination of a copy; the caller has checked `has_destinations`."""
+        free, sources = self.free, self.copies.sources
+        for place in range(len(free) - 1, -1, -1):  # ends at once, unless a source was released before its copies ran
+            if free[place] not in sources:
+                return self._own(free.pop(place))
+        block = self._evict()
+        while block in sources:
+            self._queue(block)
+            block = self._evict()
+        return self._own(block)
+
+    def share(self, block: int) -> bool:
+        """One more owner of a block with content. True if the block was idle."""
+        count = self.ref_count[block]
+        self.ref_count[block] = count + 1
+        self.references += 1
+        self.shared += count == 1
+        if count:
+            return False
+        del self.idle[block]
+        if block in self.candidates:
+            self._set_candidate(block, False)
+        return True
+
+    def _own(self, block: int) -> int:
+        self.ref_count[block] = 1
+        self.references += 1
+        if self.unreported:
+            self.unreported.pop(block, None)
+        return block
+
+    # --- IN USE -> FREE or IDLE ---
+
+    def give_back(self, block: int, sequence: int | None = None, index: int | None = None) -> bool:
+        """One owner less. True if it was the last one."""
+        count = self.ref_count[block] - 1
+        self.ref_count[block] = count
+        self.references -= 1
+        self.shared -= count == 1
+        if count:
+            return False
+        if self.copies.source_of:
+            self.copies.drop(block)
+        entry = self.entry_of[block]
+        if entry is None:
+            self._queue(block, sequence, index)
+            return True
+        self._releases += 1
+        entry.released = self._releases
+        self.idle[block] = None
+        if not entry.children:
+            self._set_candidate(block, True)
+        return True
+
+    def _queue(self, block: int, sequence: int | None = None, index: int | None = None) -> None:
+        self.free.append(block)
+        if block in self.copies.sources:
+            self.unreported[block] = None
+        else:
+            self.emit("free", block, sequence, index)
+
+    def drain_copies(self) -> list[tuple[int, int]]:
+        """Pairs to run now. Those of the drain before have run, so that blocks which waited for them are reported
+        free.
+        """
+        for block in [block for block in self.unreported if block not in self.copies.sources]:
+            del self.unreported[block]
+            self.emit("free", block)
+        return self.copies.drain()
+
+    # --- the prefix cache ---
+
+    def cache(self, parent: Entry | None, salt: str | None, tokens: bytes, block: int) -> Entry:
+        """Make a full block in use findable after `parent`'s history."""
+        entry = self.index.insert(parent, salt, tokens, block)
+        self.entry_of[block] = entry
+        self.policy.insert(block)
+        if parent is not None and parent.block in self.candidates:
+            self._set_candidate(parent.block, False)
+        return entry
+
+    def clear_cache(self) -> None:
+        """Forget every entry: idle blocks become free, the most recently released next."""
+        for block in list(self.candidates):
+            self._set_candidate(block, False)
+        self.index.clear()
+        self.entry_of = [None] * len(self.entry_of)
+        idle = list(self.idle)
+        self.idle.clear()
+        for block in idle:
+            self.emit("evict", block)
+            self._queue(block)
+
+    def _set_candidate(self, block: int, candidate: bool) -> None:
+        if candidate:
+            entry = self.entry_of[block]
+            assert entry is not None
+            self.candidates.add(block)
+            self.policy.add(block, entry.released)
+        else:
+            self.candidates.remove(block)
+            self.policy.remove(block)
+
+    def _evict(self) -> int:
+        if not self.candidates:
+            self._expose_candidate()
+        block = self.policy.evict()
+        entry = self.entry_of[block] if block in self.candidates else None
+        if entry is None:
+            raise RuntimeError(
+                f"eviction_policy {type(self.policy).__name__}.evict() returned {block!r}, which is not one of "
+                f"the {len(self.candidates)} candidates"
+            )
+        self.candidates.remove(block)
+        del self.idle[block]
+        self._forget(entry)
+        self.emit("evict", block)
+        return block
+
+    def _forget(self, entry: Entry) -> None:
+        """Remove a leaf from the index; its parent may become a candidate."""
+        parent = entry.parent
+        self.entry_of[entry.block] = None
+        self.index.remove(entry)
+        if parent is not None and not parent.children and not self.ref_count[parent.block]:
+            self._set_candidate(parent.block, True)
+
+    def _expose_candidate(self) -> None:
+        """Idle blocks, and each has a cached child: turn one of them into a leaf.
+
+        A sequence that computed a prefix by itself keeps private duplicates of blocks that are cached, and its own
+        blocks are cached below those. When the cached originals are idle, only entries of blocks in use can be
+        leaves below them: these lose their entries (their owners notice nothing) until an idle one is bare.
+        """
+        entry = self.entry_of[next(iter(self.idle))]
+        while not self.candidates:
+            assert entry is not None
+            while entry.children:
+                entry = next(reversed(entry.children.values()))
+            parent = entry.parent
+            self._forget(entry)
+            entry = parent

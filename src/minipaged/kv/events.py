@@ -1,0 +1,39 @@
+"""What the block manager tells its listener: all that happens to a block's place in a table or to its content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+EventKind: TypeAlias = Literal["allocate", "share", "copy", "commit", "evict", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """One change of one block. `sequence` and `logical_index` say in whose table and where, if it is in one.
+
+    allocate  an empty block was appended to the table, or handed to a caller (sequence None)
+    share     a block that holds tokens was appended to the table (fork, or a prefix hit)
+    copy      copy-on-write: `block` replaced the table's last entry, `source` will be copied into it
+    commit    the block became findable in the prefix cache
+    evict     an idle block lost its cache entry and its content; comes before the event of who takes it
+    free      the block lost its content and is in the free queue
+
+    allocate, share and copy give every live sequence's table: cut it to `logical_index` entries, then append `block`.
+
+    A block may be overwritten on evict and free without touching live data. That is why a block released
+    while it is the source of a copy that has not run is reported free late (at the first `take_block_copies`
+    without it), or not at all if it gets a new owner before. There is no event for a block in use that loses one of
+    its references or its cache entry.
+    """
+
+    kind: EventKind
+    block: int
+    sequence: int | None = None
+    logical_index: int | None = None
+    source: int | None = None
+
+
+Listener: TypeAlias = Callable[[BlockEvent], None]
+"""Called at once, in order. It must not raise and must not call the manager's mutating methods."""

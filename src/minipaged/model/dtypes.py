@@ -1,0 +1,61 @@
+"""Which number type a model runs in: that of its checkpoint where the processor can, float32 where it cannot."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86 tiles, arm (as /proc/cpuinfo spells them)
+
+
+def read_cpu_flags() -> frozenset[str]:
+    """Instruction sets of this processor as /proc/cpuinfo spells them; empty where they cannot be read."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                return frozenset(value.split())
+    if sys.platform == "darwin":
+        query = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        return frozenset({"bf16"} if answer.strip() == "1" else ())
+    return frozenset()
+
+
+def resolve_dtype(
+    requested: str | torch.dtype,
+    checkpoint: torch.dtype,
+    *,
+    device: str | torch.device = "cpu",
+    cpu_flags: Callable[[], frozenset[str]] = read_cpu_flags,
+) -> torch.dtype:
+    """The type to run in: bfloat16, float16 or float32.
+
+    "auto" is the checkpoint's type, but on a CPU float32 for float16, and for bfloat16 without bf16 instructions. An
+    explicit type is obeyed; where the CPU has no instructions for it, one warning says so. ValueError for any other
+    name.
+    """
+    name = str(requested).removeprefix("torch.")
+    if name != "auto" and name not in DTYPES:
+        raise ValueError(f"dtype must be 'auto' or one of {', '.join(map(repr, DTYPES))}, found {requested!r}")
+    chosen = checkpoint if name == "auto" else DTYPES[name]
+    if torch.device(device).type != "cpu" or chosen == torch.float32:
+        return chosen
+    fast = chosen == torch.bfloat16 and not cpu_flags().isdisjoint(BF16_FLAGS)
+    if fast:
+        return chosen
+    if name == "auto":
+        return torch.float32
+    logger.warning(
+        "dtype=%r is obeyed, but this CPU has no fast instructions for it; dtype='float32' may be much faster", name
+    )
+    return chosen

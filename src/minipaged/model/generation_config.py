@@ -1,0 +1,60 @@
+"""What a model's folder says about generating: end-of-sequence ids and sampling defaults."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minipaged.model.config import ModelConfig, read_json, read_token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """None = the folder says nothing about it: the neutral value applies.
+
+    `eos_token_ids` is the union of generation_config.json and config.json: a chat model's turn ends at either, and
+    one file often lists only one of them.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, config: ModelConfig) -> GenerationDefaults:
+        """Read `folder`/generation_config.json, which may be absent. ValueError that names a field that makes no
+        sense.
+        """
+        path = Path(folder) / "generation_config.json"
+        return cls.from_dict(read_json(path) if path.is_file() else {}, config, where=str(path))
+
+    @classmethod
+    def from_dict(
+        cls, raw: Mapping[str, Any], config: ModelConfig, *, where: str = "generation_config.json"
+    ) -> GenerationDefaults:
+        """As `from_folder`, from the file's content. `do_sample: false` means greedy: temperature 0."""
+        listed = read_token_ids(raw.get("eos_token_id"), "eos_token_id", where)
+        top_k = _number(raw, "top_k", 0, math.inf, where)
+        return cls(
+            eos_token_ids=tuple(dict.fromkeys(listed + config.eos_token_ids)),
+            temperature=0.0 if raw.get("do_sample") is False else _number(raw, "temperature", 0, math.inf, where),
+            top_p=_number(raw, "top_p", 0, 1, where),
+            top_k=None if top_k is None else int(top_k),
+            min_p=_number(raw, "min_p", 0, 1, where),
+            repetition_penalty=_number(raw, "repetition_penalty", 0, math.inf, where),
+        )
+
+
+def _number(raw: Mapping[str, Any], name: str, low: float, high: float, where: str) -> float | None:
+    value = raw.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{where}: {name} must be a number from {low:g} to {high:g}, found {value!r}")
+    return float(value)

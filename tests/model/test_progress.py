@@ -1,0 +1,29 @@
+"""The loading bar: on a terminal only, and only if wanted."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+from test_random_weights import TINY
+
+from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.random_weights import RandomWeights
+from minipaged.ops.torch_backend import TorchBackend
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress", "shown"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool, shown: bool) -> None:
+    class Stderr(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    stderr = Stderr()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    Qwen3Model.load(TINY, RandomWeights(TINY), TorchBackend(), dtype=torch.float32, progress=progress)
+    assert ("Loading weights" in stderr.getvalue()) == shown
+    assert bool(stderr.getvalue()) == shown
