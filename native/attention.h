@@ -2,7 +2,8 @@
 //
 // What one query row computes depends on nothing but its position and the keys before it:
 //   - keys are taken in tiles of 64 and splits of 512 by ABSOLUTE position, whatever the block size or the chunk;
-//   - a score is one chain over the head dimension, a row of P V one chain over the keys of a tile (see tile.h);
+//   - a score is one chain over the head dimension, a row of P V one chain over the keys of a tile (see tile.h), which
+//     continues the row so far in bf16; in float32 it is added to it, for half the error;
 //   - softmax runs in log2 units: m = max(m, highest * s), e = 2^(x s - m), one polynomial for e and for rescaling;
 //     masked e are exactly 0, a tile without visible keys leaves the row alone, the sum of e keeps 16 lanes per split;
 //   - splits are merged left to right by one formula that starts from the empty state.
@@ -154,7 +155,7 @@ struct Attention {
             store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
         }
 
-        Product sums = {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>), s.o, columns, SCALE, c};
+        Product sums = {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>), s.o, columns, sizeof(T) == 4 ? ADD : START, c};
         product_columns<T>(rows, columns, sums);
     }
 

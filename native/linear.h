@@ -88,10 +88,11 @@ inline void finish(const mp_linear* a, const float* sums, int64_t first_row, int
 
 template <class T>
 int linear(const mp_linear* a) {
+    if (a->rows == 0) return MP_OK;
     static thread_local Scratch scratch;
     const mp_weight& w = *a->weight;
     const int64_t words = words_of(w), panel_words = words * PANEL, panel_bytes = 4 * panel_words;
-    const int64_t rows = a->rows, block = rows ? block_rows(rows) : 1, blocks = ceil_div(rows, block);
+    const int64_t rows = a->rows, block = block_rows(rows), blocks = ceil_div(rows, block);
 
     // The rows that the products read: x itself if nothing is in the way, else a prepared copy. Rows a multiple of 4 KiB
     // apart would all fall into the same sets of the L1 cache, so copies lie 64 bytes further apart.
@@ -126,6 +127,7 @@ int linear(const mp_linear* a) {
             }
         }
         alignas(64) float sums[MAX_ROWS * PANEL];
+        const float ones[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
         for (;;) {
             const int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
             if (task >= tasks) break;
@@ -134,7 +136,7 @@ int linear(const mp_linear* a) {
                 const int64_t first = b * block, n = min_of(block, rows - first);
                 for (int64_t p = task * group; p < end; p++) {
                     const uint32_t* tile = (const uint32_t*)w.data + p * panel_words;
-                    Product job = {x + first * x_stride, x_stride, tile, PANEL, 0, sums, PANEL, SET, nullptr};
+                    Product job = {x + first * x_stride, x_stride, tile, PANEL, 0, sums, PANEL, SET, ones};
                     NothingAhead nothing;
                     for (int64_t k = 0; k < words; k += CHAIN<T>) {
                         job.steps = min_of(CHAIN<T>, words - k);

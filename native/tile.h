@@ -22,9 +22,11 @@ inline f32x16 multiply_add<float>(f32x16 acc, uint32_t x, u32x16 w) { return fma
 template <>
 inline f32x16 multiply_add<bf16>(f32x16 acc, uint32_t x, u32x16 w) { return dot_pairs(acc, splat_word(x), w); }
 
-// out[r][c] = sum over k of x[r][k] * tile[k][c], as one chain that starts from out[r][c] * scale[r] (SCALE) or from 0;
-// ADD: the finished chain is added to out[r][c].
-enum Into { SET, SCALE, ADD };
+// out[r][c] gets the chain x[r][0] * tile[0][c] + x[r][1] * tile[1][c] + ..., that
+//   SET: starts from 0;
+//   START: starts from out[r][c] * scale[r];
+//   ADD: starts from 0 and is added, once finished, to out[r][c] * scale[r].
+enum Into { SET, START, ADD };
 struct Product {
     const char* x;         // row-major words
     int64_t x_stride;      // bytes
@@ -54,7 +56,7 @@ void product(const Product& a, Ahead& ahead) {
         Product b = a;
         b.x += REGISTER_ROWS * a.x_stride;
         b.out += REGISTER_ROWS * a.out_stride;
-        if (a.into == SCALE) b.scale += REGISTER_ROWS;
+        if (a.into != SET) b.scale += REGISTER_ROWS;
         product<T, R - REGISTER_ROWS, V>(b, nothing);
     } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
         NothingAhead nothing;
@@ -69,7 +71,7 @@ void product(const Product& a, Ahead& ahead) {
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++)
-                acc[r][v] = a.into == SCALE ? load(a.out + r * a.out_stride + LANES * v) * splat(a.scale[r]) : splat(0.0f);
+                acc[r][v] = a.into == START ? load(a.out + r * a.out_stride + LANES * v) * splat(a.scale[r]) : splat(0.0f);
         const char* x[(R + 2) / 3];  // one pointer for three rows: few enough for the general registers
 #pragma GCC unroll 4
         for (int i = 0; i < (R + 2) / 3; i++) x[i] = a.x + 3 * i * a.x_stride;
@@ -96,7 +98,7 @@ void product(const Product& a, Ahead& ahead) {
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-                for (int v = 0; v < V; v++) acc[r][v] = load(a.out + r * a.out_stride + LANES * v) + acc[r][v];
+                for (int v = 0; v < V; v++) acc[r][v] = fma(load(a.out + r * a.out_stride + LANES * v), splat(a.scale[r]), acc[r][v]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 4

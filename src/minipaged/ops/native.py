@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch  # first: the library then binds to torch's own OpenMP, one thread pool for both
 from torch import Tensor
 
 from minipaged.errors import BackendUnavailableError
 from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -72,13 +73,22 @@ class _KernelTable(ctypes.Structure):
     )
 
 
+def unavailable_reason(device: torch.device | str) -> str | None:
+    """None if this back end runs here, else why not (for the registry)."""
+    try:
+        load_library()
+    except BackendUnavailableError as error:
+        return str(error)
+    return None
+
+
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
     """The shared library. Raises BackendUnavailableError if it was not built or does not load."""
     if not LIBRARY.exists():
         raise BackendUnavailableError(
-            f"the native CPU library was not built ({LIBRARY.name} is missing); back end 'torch' serves instead, slower. "
-            "Install with a C++ compiler present, or run tools/build_native.py in a checkout"
+            f"the native library was not built ({LIBRARY.name} is missing): install with a C++ compiler present, "
+            "or run tools/build_native.py in a checkout"
         )
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -117,7 +127,9 @@ def huge_page_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(owner, dtype=dtype)[: prod(shape)].view(tuple(shape))
 
 
-def kv_cache_storage(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def kv_cache_storage(
+    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Huge-page memory for one layer's `PagedKVCache(storage=...)`: key and value [N, Hkv, Bs, D], zeros."""
     both = huge_page_tensor((2, num_blocks, num_kv_heads, block_size, head_dim), dtype)
     return both[0], both[1]
@@ -130,7 +142,7 @@ class _Weight:
     header: ctypes.Array[ctypes.c_char]
     address: int
     dtype: torch.dtype
-    memory: Tensor
+    memory: Tensor  # owned here, read by C++
     bias: Tensor | None
 
 
@@ -157,6 +169,8 @@ class NativeBackend(Backend):
 
     name = "cpu"
     batch_invariant = True
+    copies_weights = True
+    row_padding_bytes = 64  # rows a multiple of 4 KiB apart would meet in the same sets of the L1 cache
 
     def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
         isa = isa or os.environ.get(ISA_VARIABLE, "")
@@ -169,14 +183,22 @@ class NativeBackend(Backend):
         self._kernels = found.contents
         self.isa: str = self._kernels.name.decode()
         self.threads = threads or torch.get_num_threads()
+        self._torch: TorchBackend | None = None
         self._caches: weakref.WeakKeyDictionary[PagedKVCache, _Cache] = weakref.WeakKeyDictionary()
         # Bound once: a lookup in the ctypes structure builds a new function object each time.
         self._linear, self._attention = self._kernels.linear, self._kernels.attention
         self._rope_write, self._rms_norm = self._kernels.rope_write, self._kernels.rms_norm
         self._embed, self._pack = self._kernels.embed, self._kernels.pack
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedLinear:
-        """Take over weight [out, in]; see `Backend`. Types other than bfloat16 are kept in float32."""
+    def pack_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        use: Literal["linear", "embed", "both"] = "linear",
+    ) -> PackedLinear:
+        """Take over weight [out, in]; see `Backend`. Types other than bfloat16 are kept in float32. One copy serves all uses."""
         out_features, in_features = weight.shape
         if gated and out_features % 2:
             raise ValueError(f"a gated weight needs gate rows and as many up rows, not {out_features} in all")
@@ -194,7 +216,12 @@ class NativeBackend(Backend):
         columns = None if bias is None else _packed_columns(bias, gated)
         header = ctypes.create_string_buffer(
             _WEIGHT.pack(
-                memory.data_ptr(), 0 if columns is None else columns.data_ptr(), in_features, out_features, gated, type_code
+                memory.data_ptr(),
+                0 if columns is None else columns.data_ptr(),
+                in_features,
+                out_features,
+                gated,
+                type_code,
             )
         )
         address = ctypes.addressof(header)
@@ -264,7 +291,9 @@ class NativeBackend(Backend):
             raise ValueError(f"out has shape {tuple(result.shape)}, needed {(count, w.in_features)}")
         _check(
             self._embed(
-                _EMBED.pack(data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads)
+                _EMBED.pack(
+                    data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads
+                )
             )
         )
         return result if out is None or direct else out.copy_(result)
@@ -273,7 +302,7 @@ class NativeBackend(Backend):
         """RMSNorm over the last dimension, any leading dimensions."""
         size = x.shape[-1]
         if x.dtype not in _TYPES:
-            raise _unsupported(x.dtype)
+            return self._other().rms_norm(x, norm, out=out)
         rows = _rows(x.reshape(-1, size), x.dtype)
         weight = _rows(norm.weight, x.dtype)
         direct = out is not None and out.dtype == x.dtype and out.dim() == 2 and out.stride(1) == 1
@@ -314,6 +343,8 @@ class NativeBackend(Backend):
     ) -> Tensor:
         """See `Backend`. Slots outside the pool are skipped, as -1 is; the engine checks them where it builds them."""
         c = self._cache(cache)
+        if c is None:
+            return self._other().qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out)
         tokens, features = qkv.shape
         heads = features // c.head_dim - 2 * c.num_kv_heads
         shape = (tokens, heads, c.head_dim)
@@ -326,7 +357,11 @@ class NativeBackend(Backend):
         qkv = _rows(qkv, c.dtype)
         q_weight, k_weight = _rows(q_norm.weight, c.dtype), _rows(k_norm.weight, c.dtype)
         cos, sin = _flat(rope.cos, torch.float32), _flat(rope.sin, torch.float32)
-        if cos.shape[1] != c.head_dim // 2 or sin.shape != cos.shape or q_weight.shape != k_weight.shape != (c.head_dim,):
+        if (
+            cos.shape[1] != c.head_dim // 2
+            or sin.shape != cos.shape
+            or q_weight.shape != k_weight.shape != (c.head_dim,)
+        ):
             raise ValueError(f"rotary table {tuple(cos.shape)} or norm weights do not fit head_dim {c.head_dim}")
         positions, slot_mapping = _flat(positions, torch.int64), _flat(slot_mapping, torch.int64)
         direct = out is not None and out.dtype == c.dtype and out.stride(2) == 1 and out.stride(1) == c.head_dim
@@ -359,14 +394,10 @@ class NativeBackend(Backend):
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """Bind the addresses of a step's batch; the tensors must stay alive and unchanged until the step ends."""
         tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_start_loc
-        for label, tensor in (("block_tables", tables), ("seq_lens", lengths), ("query_start_loc", starts)):
-            if tensor.dtype != torch.int32:
-                raise TypeError(f"{label} must be int32, not {tensor.dtype}")
         rows = lengths.shape[0]
         if tables.shape[0] != rows or starts.shape[0] != rows + 1:
             raise ValueError(f"{rows} sequences, but {tables.shape[0]} block tables and {starts.shape[0]} query starts")
-        tables = tables if tables.stride(1) == 1 else tables.contiguous()
-        lengths, starts = lengths.contiguous(), starts.contiguous()
+        tables, lengths, starts = _rows(tables, torch.int32), _flat(lengths, torch.int32), _flat(starts, torch.int32)
         header = ctypes.create_string_buffer(
             _BATCH.pack(
                 tables.data_ptr(), tables.stride(0), tables.shape[1], lengths.data_ptr(), starts.data_ptr(), rows
@@ -389,6 +420,9 @@ class NativeBackend(Backend):
     ) -> Tensor:
         """Causal paged attention; see `Backend`. The result's rows lie 64 bytes further apart than their length."""
         c, b = self._cache(cache), plan.data
+        if c is None or query.dtype != c.dtype or (scale is not None and scale < 0):
+            other = self._other()
+            return other.attention(query, cache, other.plan(plan.batch), scale=scale, out=out)
         tokens, heads, dim = query.shape
         if dim != c.head_dim or heads % c.num_kv_heads or tokens < b.tokens:
             raise ValueError(
@@ -396,15 +430,14 @@ class NativeBackend(Backend):
             )
         if scale is None:
             scale = dim**-0.5
-        elif scale < 0:
-            raise ValueError(f"scale must not be negative, is {scale}")
         if out is None:
             pad = 64 // c.dtype.itemsize  # rows a multiple of 4 KiB apart would meet in the same cache sets
-            out = torch.empty((tokens, heads * dim + pad), dtype=query.dtype)[:, : heads * dim].unflatten(1, (heads, dim))
+            out = torch.empty((tokens, heads * dim + pad), dtype=query.dtype)[:, : heads * dim].unflatten(
+                1, (heads, dim)
+            )
         elif out.shape != query.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(query.shape)}")
-        if query.dtype != c.dtype or query.stride(2) != 1:
-            query = query.to(c.dtype).contiguous()
+        query = _rows(query, c.dtype)
         result = out if out.dtype == c.dtype and out.stride(2) == 1 else torch.empty(query.shape, dtype=c.dtype)
         code = self._attention(
             _ATTENTION.pack(
@@ -425,7 +458,9 @@ class NativeBackend(Backend):
             _check(code)
         return out if result is out else out.copy_(result)
 
-    def read_bandwidth(self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter) -> float:
+    def read_bandwidth(
+        self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> float:
         """Bytes per second of one pass over huge-page memory by all threads. Pass a touched `buffer` to repeat cheaply."""
         if buffer is None:
             buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
@@ -435,7 +470,13 @@ class NativeBackend(Backend):
         self._kernels.read_probe(call)
         return buffer.numel() / (clock() - start)
 
-    def matrix_peak(self, dtype: torch.dtype = torch.bfloat16, *, steps: int = 1 << 20, clock: Callable[[], float] = time.perf_counter) -> float:
+    def matrix_peak(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        steps: int = 1 << 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> float:
         """Floating-point operations per second of the product kernel on data in L1, all threads."""
         result = ctypes.c_float()
         call = _PROBE.pack(0, steps, _TYPES[dtype], self.threads, ctypes.addressof(result))
@@ -443,17 +484,21 @@ class NativeBackend(Backend):
         self._kernels.peak_probe(call)
         return steps * self.threads * 12 * 32 * 2 * (4 // dtype.itemsize) / (clock() - start)
 
-    def _cache(self, cache: PagedKVCache) -> _Cache:
-        """The C struct of a cache, made once and again only if its memory moved."""
+    def _other(self) -> TorchBackend:
+        """For what the kernels do not do: float16 or mixed types, odd head dimensions, negative scales."""
+        if self._torch is None:
+            self._torch = TorchBackend()
+        return self._torch
+
+    def _cache(self, cache: PagedKVCache) -> _Cache | None:
+        """The C struct of a cache, made once and again only if its memory moved; None if no kernel takes it."""
         known = self._caches.get(cache)
         key, value = cache.key_cache, cache.value_cache
         if known is not None and known.key_pointer == key.data_ptr() and known.value_pointer == value.data_ptr():
             return known
         blocks, heads, block_size, dim = key.shape
-        if key.dtype not in _TYPES or value.dtype != key.dtype:
-            raise _unsupported(key.dtype)
-        if dim % 8 or not 8 <= dim <= 256 or key.stride(3) != 1 or value.stride(3) != 1 or value.shape != key.shape:
-            raise ValueError(f"key cache {tuple(key.shape)}: head_dim must be a multiple of 8 up to 256, and contiguous")
+        if key.dtype not in _TYPES or dim % 8 or not 8 <= dim <= 256 or key.stride(3) != 1 or value.stride(3) != 1:
+            return None
         strides = key.stride()[:3] + value.stride()[:3]
         header = ctypes.create_string_buffer(
             _CACHE.pack(key.data_ptr(), value.data_ptr(), *strides, blocks, heads, block_size, dim, _TYPES[key.dtype])
@@ -484,14 +529,18 @@ def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _unsupported(dtype: torch.dtype) -> BackendUnavailableError:
-    return BackendUnavailableError(f"back end 'cpu' computes in bfloat16 and float32, not {dtype}; use backend='torch'")
-
-
 def _check(code: int) -> None:
     if code:
         kind, message = _ERRORS[code]
         raise kind(message)
 
 
-__all__: list[Any] = ["ISA_VARIABLE", "NativeBackend", "huge_page_tensor", "instruction_sets", "kv_cache_storage", "load_library"]
+__all__ = [
+    "ISA_VARIABLE",
+    "NativeBackend",
+    "huge_page_tensor",
+    "instruction_sets",
+    "kv_cache_storage",
+    "load_library",
+    "unavailable_reason",
+]
