@@ -1,7 +1,7 @@
 """Micro benchmarks of the native kernels, next to the limits of the same run.
 
-Every round measures read bandwidth, matrix peak and each kernel once, so that all see the same disturbance; medians over
-the rounds are printed as a share of the limit. `--json FILE` keeps them.
+Every round measures read bandwidth, matrix peak and each kernel once, so that all see the same disturbance; medians
+over the rounds are printed as a share of the limit. `--json FILE` keeps them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def linear_cases(backend: NativeBackend, dtype: torch.dtype, rows: list[int]) ->
         nbytes = n * k * dtype.itemsize
         for m in rows:
             x, out = torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
-            run = lambda x=x, out=out, w=weights: backend.linear(x, w[next(turn) % len(w)], out=out)  # noqa: E731
+
+            def run(x=x, out=out, w=weights, turn=turn):  # type: ignore[no-untyped-def]
+                backend.linear(x, w[next(turn) % len(w)], out=out)
+
             cases.append(Case(f"linear {k}->{n} ({name}) rows {m}", "read", nbytes, run, max(1, int(3e8 / nbytes))))
     k, n, m = 1024, 4096, 2048
     w = backend.pack_linear(torch.randn(n, k).div_(32).to(dtype))

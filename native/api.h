@@ -101,4 +101,5 @@ struct mp_kernels {  // what one instruction set offers; all return MP_OK or an 
     int (*attention)(const mp_attention*);
     int (*read_probe)(const mp_probe*);
     int (*peak_probe)(const mp_probe*);
+    int (*nothing)(const void*);  // what a call costs by itself
 };

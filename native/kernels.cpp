@@ -18,10 +18,12 @@ MP_BY_TYPE(rope_write, mp_rope_write, cache->type)
 MP_BY_TYPE(attention, mp_attention, cache->type)
 MP_BY_TYPE(peak_probe, mp_probe, type)
 
+static int nothing(const void*) { return MP_OK; }
+
 #define MP_TEXT_(x) #x
 #define MP_TEXT(x) MP_TEXT_(x)
 extern const mp_kernels table;
 const mp_kernels table = {MP_TEXT(MP_ISA_NAME), pack_any, embed_any, linear_any, rms_norm_any,
-                          rope_write_any, attention_any, read_probe, peak_probe_any};
+                          rope_write_any, attention_any, read_probe, peak_probe_any, nothing};
 
 }  // namespace MP_ISA

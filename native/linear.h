@@ -58,11 +58,6 @@ int embed(const mp_embed* a) {
     return MP_OK;
 }
 
-// Words of one chain. In bf16 the whole row: its rounding hides that of the sum. In float32 pieces of fixed length are
-// summed, which keeps the error below that of a blocked BLAS; their borders depend on nothing, so results do not either.
-template <class T>
-constexpr int64_t CHAIN = sizeof(T) == 4 ? 128 : INT64_MAX;
-
 // From float32 sums of one panel to results: bias, SiLU-mul, residual, one rounding.
 template <class Out>
 inline void finish(const mp_linear* a, const float* sums, int64_t first_row, int64_t rows, int64_t panel) {
@@ -127,7 +122,6 @@ int linear(const mp_linear* a) {
             }
         }
         alignas(64) float sums[MAX_ROWS * PANEL];
-        const float ones[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
         for (;;) {
             const int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
             if (task >= tasks) break;
@@ -136,16 +130,13 @@ int linear(const mp_linear* a) {
                 const int64_t first = b * block, n = min_of(block, rows - first);
                 for (int64_t p = task * group; p < end; p++) {
                     const uint32_t* tile = (const uint32_t*)w.data + p * panel_words;
-                    Product job = {x + first * x_stride, x_stride, tile, PANEL, 0, sums, PANEL, SET, ones};
-                    NothingAhead nothing;
-                    for (int64_t k = 0; k < words; k += CHAIN<T>) {
-                        job.steps = min_of(CHAIN<T>, words - k);
-                        TileAhead ahead = {(const char*)job.tile + 4096};
-                        if (b == 0 && rows >= 3) product_rows<T, 2>((int)n, job, ahead);
-                        else product_rows<T, 2>((int)n, job, nothing);  // for 1 or 2 rows the hardware does it best
-                        job.x += 4 * job.steps;
-                        job.tile += PANEL * job.steps;
-                        job.into = ADD;
+                    const Product job = {x + first * x_stride, x_stride, tile, PANEL, words, sums, PANEL, SET, nullptr};
+                    if (b == 0 && rows >= 3) {
+                        TileAhead ahead = {(const char*)tile + 4096};
+                        product_chains<T, 2>((int)n, job, ahead);
+                    } else {  // for 1 or 2 rows the hardware does it best
+                        NothingAhead nothing;
+                        product_chains<T, 2>((int)n, job, nothing);
                     }
                     if (a->out_type == MP_BF16) finish<bf16>(a, sums, first, n, p);
                     else finish<float>(a, sums, first, n, p);

@@ -116,15 +116,35 @@ inline void product_rows(int rows, const Product& a, Ahead& ahead) {
     table[rows - 1](a, ahead);
 }
 
+// Words of one chain. In bf16 there is no limit: rounding the operands hides the rounding of the sum. In float32, chains
+// of fixed length are summed, which keeps the error at that of a blocked BLAS. Where they end depends on nothing.
+template <class T>
+constexpr int64_t CHAIN = sizeof(T) == 4 ? 32 : int64_t(1) << 40;
+
+alignas(64) static const float ONES[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+template <class T, int V, class Ahead>
+inline void product_chains(int rows, Product a, Ahead& ahead) {
+    const int64_t steps = a.steps;
+    for (int64_t k = 0; k < steps; k += CHAIN<T>) {
+        a.steps = min_of(CHAIN<T>, steps - k);
+        product_rows<T, V>(rows, a, ahead);
+        if (steps - k <= CHAIN<T>) break;
+        a.x += 4 * CHAIN<T>;
+        a.tile += a.tile_stride * CHAIN<T>;
+        a.into = ADD, a.scale = ONES;
+    }
+}
+
 // Any number of columns that is a multiple of 16. Few rows take more columns at a time, to have chains enough in flight.
 template <class T>
 inline void product_columns(int rows, int64_t columns, Product a) {
     NothingAhead nothing;
     while (columns > 0) {
         const int v = columns >= 64 && rows <= 6 ? 4 : columns >= 32 ? 2 : 1;
-        if (v == 4) product_rows<T, 4>(rows, a, nothing);
-        else if (v == 2) product_rows<T, 2>(rows, a, nothing);
-        else product_rows<T, 1>(rows, a, nothing);
+        if (v == 4) product_chains<T, 4>(rows, a, nothing);
+        else if (v == 2) product_chains<T, 2>(rows, a, nothing);
+        else product_chains<T, 1>(rows, a, nothing);
         a.tile += v * LANES;
         a.out += v * LANES;
         columns -= v * LANES;

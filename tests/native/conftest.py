@@ -1,4 +1,4 @@
-"""Fixtures of the native back end's tests; without the library (tools/build_native.py) they are skipped, and say so."""
+"""Fixtures of the native back end's tests. Without the library (tools/build_native.py) they are left out, and say so."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import torch
 
 from minipaged.ops.native import NativeBackend, instruction_sets, unavailable_reason
 
-if (_reason := unavailable_reason("cpu")) is not None:
-    pytest.skip(f"native library: {_reason}", allow_module_level=True)
+MISSING = unavailable_reason("cpu")
+collect_ignore_glob = ["test_*.py"] if MISSING else []
 
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
-HERE = [name for name, runs in instruction_sets().items() if runs]
+
+def pytest_report_header() -> str:
+    return f"native tests left out: {MISSING}" if MISSING else "native instruction sets: " + ", ".join(usable())
+
+
+def usable() -> list[str]:
+    return [] if MISSING else [name for name, runs in instruction_sets().items() if runs]
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bf16", "f32"])
@@ -24,6 +29,6 @@ def backend() -> NativeBackend:
     return NativeBackend(threads=1)
 
 
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=usable())
 def any_isa(request: pytest.FixtureRequest) -> NativeBackend:
     return NativeBackend(threads=1, isa=request.param)

@@ -23,7 +23,8 @@ def test_c24_error_is_no_larger_than_torchs(
     exact = problem.exact(0, 600, length)
     ours = (problem.run(any_isa, [(0, 600, length)], block_size=5)[0].double() - exact).pow(2).mean().sqrt()
     torchs = (problem.exact(0, 600, length, dtype).double() - exact).pow(2).mean().sqrt()
-    assert ours <= 1.1 * torchs, f"{ours:.3g} against torch's {torchs:.3g}"
+    allowed = 1.6 if any_isa.isa == "portable" else 1.1  # unfused products are rounded as well
+    assert ours <= allowed * torchs, f"{ours:.3g} against torch's {torchs:.3g}"
 
 
 @pytest.mark.parametrize("dim", range(16, 257, 8))

