@@ -143,9 +143,7 @@ def main() -> None:
             case.measure(clock)
         limits["peak"].append(backend.matrix_peak(dtype, clock=clock))
     medians = {name: statistics.median(rates) for name, rates in limits.items()}
-    print(
-        f"{platform.processor() or platform.machine()}, isa {backend.isa}, {backend.threads} threads, {dtype}, torch {torch.__version__}"
-    )
+    print(f"{platform.machine()}, isa {backend.isa}, {backend.threads} threads, {dtype}, torch {torch.__version__}")
     for name, rates in limits.items():
         print(f"{name} limit {medians[name] / 1e9:.1f} G/s (from {min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f})")
     report = {"isa": backend.isa, "threads": backend.threads, "dtype": str(dtype), "limits": medians, "cases": {}}

@@ -1,4 +1,4 @@
-"""Whole decode steps and prefill of a model with random weights, next to read bandwidth and matrix peak of the same run.
+"""Whole decode steps and prefill of a model with random weights, next to the read bandwidth of the same run.
 
 Also prints how much of a step is spent outside the kernels: the same calls are timed with kernels that return at once.
 """
@@ -44,9 +44,7 @@ def main() -> None:
     clock = time.thread_time if backend.threads == 1 else time.perf_counter
     start = time.perf_counter()
     model = Qwen3Model.load(config, RandomWeights(config), backend, dtype=torch.bfloat16, max_model_len=16384)
-    print(
-        f"{arguments.shape}: loaded in {time.perf_counter() - start:.1f} s, isa {backend.isa}, {backend.threads} threads"
-    )
+    print(f"{arguments.shape}: loaded in {time.perf_counter() - start:.1f} s, {backend.isa}, {backend.threads} threads")
     layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     weight_bytes = sum(
         2 * w.in_features * w.out_features

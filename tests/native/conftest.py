@@ -1,4 +1,4 @@
-"""Fixtures of the native back end's tests. Without the library (tools/build_native.py) they are left out, and say so."""
+"""Fixtures of the native back end's tests. Without the library (tools/build_native.py) they are left out and say so."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ class NativeBackend(Backend):
         act: Literal["silu_mul"] | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 for bfloat16 weights (logits)."""
+        """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 where weights are bfloat16."""
         data: _Weight = w.data
         rows, features = x.shape
         width = w.out_features // 2 if w.gated else w.out_features
@@ -463,7 +463,7 @@ class NativeBackend(Backend):
     def read_bandwidth(
         self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> float:
-        """Bytes per second of one pass over huge-page memory by all threads; `buffer`: memory to read, touched before."""
+        """Bytes per second of one pass over huge-page memory by all threads; `buffer`: touched memory to read."""
         if buffer is None:
             buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
         result = ctypes.c_float()
