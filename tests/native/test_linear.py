@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from paged_problem import same_bits
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from minipaged.ops.backend import RMSNorm
 from minipaged.ops.native import NativeBackend

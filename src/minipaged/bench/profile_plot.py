@@ -36,7 +36,7 @@ def plot_profile(profile: Profile, path: Path, title: str) -> None:
     axes = figure.add_subplot()
     positions = [index * per_bar for index in range(len(bars))]
     floor = [0.0] * len(bars)
-    colours = colormaps["tab20"].colors
+    colours = colormaps["tab20"](range(20))
     for index, (name, values) in enumerate(sorted(heights.items(), key=lambda item: -sum(item[1]))):
         colour = colours[index % len(colours)]
         axes.bar(positions, values, width=per_bar, bottom=floor, label=name, color=colour, align="edge")

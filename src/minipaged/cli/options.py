@@ -112,7 +112,7 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             with readable_errors(debug=given.pop("debug")):
                 with usage_errors():
                     if level not in LOG_LEVELS:
-                        raise ValueError(f"log level {level.lower()!r} is unknown; choose debug, info, warning or error")
+                        raise ValueError(f"log level {level.lower()!r} is unknown: debug, info, warning or error")
                     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 
