@@ -1,0 +1,130 @@
+"""From logits to tokens: one call per step for the whole batch, in which each row's result is that of the row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minipaged.engine.draw import draw, row_argmax
+from minipaged.engine.logit_edits import TokenCounts, edit_logits, needs_edit
+from minipaged.engine.logprobs import token_logprobs
+from minipaged.engine.plan import SampledToken
+from minipaged.engine.rng import uniforms
+from minipaged.engine.sequence import Sequence
+
+_UINT64 = (1 << 64) - 1
+
+
+class Sampler:
+    """Draws one token per row. Keeps nothing but the token counts of sequences with penalties, which can be rebuilt at
+    any time."""
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {vocab_size}")
+        self.vocab_size = vocab_size
+        self._counts: dict[int, TokenCounts] = {}
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, sequences: Seq[Sequence]) -> list[SampledToken]:
+        """The next token of each sequence.
+
+        logits: float32 [R, V], one row per sequence (siblings that share a prefill: the row repeated); not changed.
+        Each sequence's `token_ids` end with the token whose logits these are, and its `params` are resolved. A row that
+        holds NaN or +inf, or in which nothing is left to draw, gives a `SampledToken` with `error`; the others are not
+        touched by it.
+        """
+        if logits.shape != (len(sequences), self.vocab_size):
+            wanted = [len(sequences), self.vocab_size]
+            raise ValueError(f"logits must have shape {wanted} (sequences, vocabulary), got {list(logits.shape)}")
+        logits = logits.detach().float()
+        tokens, top = row_argmax(logits)
+        errors = {
+            row: f"the model gave logits that cannot be sampled: their maximum is {top[row]}"
+            for row in np.flatnonzero(~np.isfinite(top)).tolist()
+        }
+        plain, edited, with_logprobs = [], [], []
+        for row, sequence in enumerate(sequences):
+            if row in errors:
+                continue
+            if needs_edit(sequence):
+                edited.append(row)
+            elif not sequence.params.greedy:
+                plain.append(row)
+            if sequence.params.logprobs is not None:
+                with_logprobs.append(row)
+        if plain:
+            self._draw(_rows_of(logits, plain), top, plain, sequences, tokens)
+        if edited:
+            self._sample_edited(logits, edited, sequences, tokens, errors)
+        results = [SampledToken(token) for token in tokens.tolist()]
+        for row, message in errors.items():
+            results[row] = SampledToken(-1, error=message)
+        self._add_logprobs(logits, [row for row in with_logprobs if row not in errors], sequences, results)
+        return results
+
+    def release(self, sequence_ids: Iterable[int]) -> None:
+        """Forget these sequences; unknown ids are ignored. One that comes back (after a preemption) is counted
+        again."""
+        for sequence_id in sequence_ids:
+            self._counts.pop(sequence_id, None)
+
+    def _sample_edited(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        sequences: Seq[Sequence],
+        tokens: np.ndarray[Any, Any],
+        errors: dict[int, str],
+    ) -> None:
+        work = logits[torch.tensor(rows, device=logits.device)]  # a copy
+        for member, message in edit_logits(work, [sequences[row] for row in rows], self._counts).items():
+            errors[rows[member]] = message
+        best, top = row_argmax(work)
+        random = []
+        for member, row in enumerate(rows):
+            if row not in errors and not np.isfinite(top[member]):
+                errors[row] = (
+                    "no token is left to draw: token_mask, min_tokens and the model together exclude all of them"
+                )
+            tokens[row] = best[member]
+            if row not in errors and not sequences[row].params.greedy:
+                random.append(member)
+        if random:
+            drawn = tokens[rows]
+            self._draw(_rows_of(work, random), top, random, [sequences[row] for row in rows], drawn)
+            tokens[rows] = drawn
+
+    def _draw(
+        self,
+        logits: Tensor,
+        top: np.ndarray[Any, Any],
+        rows: list[int],
+        sequences: Seq[Sequence],
+        tokens: np.ndarray[Any, Any],
+    ) -> None:
+        """Draw for `rows` of `sequences`, `top` and `tokens` (written); `logits` holds just these rows."""
+        chosen = [sequences[row] for row in rows]
+        keys = np.array([[s.seed & _UINT64, s.index, len(s.token_ids)] for s in chosen], dtype=np.uint64).T
+        tokens[rows] = draw(logits, top[rows], [s.params for s in chosen], uniforms(keys[0], keys[1], keys[2]))
+
+    def _add_logprobs(
+        self, logits: Tensor, rows: list[int], sequences: Seq[Sequence], results: list[SampledToken]
+    ) -> None:
+        by_count: dict[int, list[int]] = {}
+        for row in rows:
+            by_count.setdefault(sequences[row].params.logprobs or 0, []).append(row)
+        for k, members in by_count.items():
+            entries = token_logprobs(_rows_of(logits, members), [results[row].token_id for row in members], k)
+            for row, entry in zip(members, entries, strict=True):
+                results[row].logprobs = entry
+                results[row].logprob = entry[results[row].token_id].logprob
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
