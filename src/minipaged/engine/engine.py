@@ -70,6 +70,8 @@ class Engine:
         self.batch_invariant = config.batch_invariant
         """Logits are bit-identical whatever else is in the batch."""
         self.num_steps = 0
+        self.num_computed_tokens = 0
+        """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
         self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
         self._lock = threading.Lock()
@@ -249,6 +251,7 @@ class Engine:
             for row in plan.rows:
                 self._end(_request(row), "error", f"{type(error).__name__}: {error}", touched)
             return
+        self.num_computed_tokens += plan.num_tokens
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = _request(row)
