@@ -257,3 +257,19 @@ def test_named_templates_and_where_they_come_from(tmp_path: Path) -> None:
     config.write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(CheckpointError, match="chat_template must be"):
         ChatTemplate.from_folder(tmp_path)
+
+
+def test_keys_without_a_value_are_dropped_and_reasoning_is_found_under_each_name(hf: PreTrainedTokenizerFast) -> None:
+    source = (
+        "{% for m in messages %}{{ m.content is defined }} {{ m.name is defined }} {{ m.thinking }} "
+        "{{ m.reasoning_content }};{% endfor %}"
+    )
+    messages = [
+        {"role": "assistant", "content": None, "name": None, "reasoning": "r"},
+        {"role": "assistant", "content": "", "name": "n", "thinking": "t"},
+        {"role": "assistant", "content": "", "reasoning_content": "c"},
+        {"role": "user", "content": "x"},
+    ]
+    got = ChatTemplate(source).render(messages)
+    assert got == "False False r r;True True t t;True False c c;True False  ;"
+    assert got == hf.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=True)

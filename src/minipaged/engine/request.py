@@ -64,8 +64,9 @@ class Child(Sequence):
 
     @property
     def is_prefill(self) -> bool:
-        """More than one token is left to compute."""
-        return len(self.token_ids) - self.num_computed > 1
+        """Part of the prompt, or more than one token, is left to compute: everything else is a decode."""
+        computed = self.num_computed
+        return computed < self.num_prompt_tokens or len(self.token_ids) - computed > 1
 
     @property
     def wants_prompt_logprobs(self) -> bool:
