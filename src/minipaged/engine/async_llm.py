@@ -36,10 +36,6 @@ class EngineDeadError(RuntimeError):
     """The engine's thread has ended, through `close` or an error; nothing more will come of this `AsyncLLM`."""
 
 
-class EngineStepError(RuntimeError):
-    """A step raised outside of the forward pass; every live request has ended with this, and the engine goes on."""
-
-
 class Mailbox:
     """The latest output of one request, for one reader on one event loop. All methods but `loop` run on that loop."""
 
@@ -219,16 +215,16 @@ class AsyncLLM:
                 self._step_started = time.monotonic()
                 try:
                     outputs = self.engine.step()
+                    failed_steps = 0
                 except Exception as error:
                     failed_steps += 1
                     if failed_steps == FAILED_STEPS_AT_MOST:
                         raise
                     logger.exception("a step failed outside of the forward pass: every live request ends")
-                    self._fail_all(error)
-                    continue
+                    with self._wake:  # whoever is alive has a mailbox
+                        outputs = self.engine.drop_all(f"{type(error).__name__}: {error}")
                 finally:
                     self._step_started = None
-                failed_steps = 0
                 for listener in self.step_listeners:
                     listener(outputs)
                 self._deliver(outputs)
@@ -237,16 +233,6 @@ class AsyncLLM:
             self.error = error
         finally:
             self._end()
-
-    def _fail_all(self, cause: Exception) -> None:
-        """End every live request with an exception for its reader."""
-        with self._wake:
-            waiting, self._mailboxes = list(self._mailboxes.values()), {}
-            self.engine.drop_all()
-        for mailbox in waiting:
-            error = EngineStepError(f"the engine failed: {type(cause).__name__}: {cause}")
-            error.__cause__ = cause
-            _post(mailbox.loop, [(mailbox, error)])
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Hand a step's outputs over, with one call into each event loop."""

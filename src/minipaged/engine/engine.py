@@ -343,10 +343,12 @@ class Engine:
         """
         self._end(request, "abort", None, {})
 
-    def drop_all(self) -> None:
-        """`drop` every live request."""
+    def drop_all(self, error: str | None = None) -> list[RequestOutput]:
+        """`drop` every live request, with the reason "error" if there is one; returns their last outputs."""
+        ended: dict[Request, None] = {}
         for request in list(self._live.values()):
-            self.drop(request)
+            self._end(request, "abort" if error is None else "error", error, ended)
+        return [request.output() for request in ended]
 
     # ---- numbers
 
