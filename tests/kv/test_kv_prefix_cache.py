@@ -124,6 +124,9 @@ def test_sharers_of_a_block_must_commit_the_same_tokens() -> None:
     manager.commit_tokens(0, range(8))
     with pytest.raises(ValueError, match="block 1 of sequence 1 was committed with other tokens"):
         manager.commit_tokens(1, [0, 1, 2, 3, 4, 5, 6, 99])
+    cached_chain(manager, 2, [0, 1, 2, 3, 4, 5, 6, 99])
+    with pytest.raises(ValueError, match="block 1 of sequence 1 was committed with other tokens"):
+        manager.commit_tokens(1, [0, 1, 2, 3, 4, 5, 6, 99])  # cached, but not in this block
     manager.commit_tokens(1, range(8))
     manager.check_invariants()
     assert manager.match_prefix([*range(8), 0]) == 8

@@ -10,12 +10,15 @@ import functools
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
+
+from minipaged.errors import CheckpointError, UnsupportedModelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -99,11 +102,14 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            logging.basicConfig(
-                level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-            )
+            warnings.showwarning = lambda message, *_: typer.echo(
+                f"warning: {message}", err=True
+            )  # a line, not a source
             dicts = {name: {f.name: given.pop(f.name) for f in group} for name, group in groups.items()}
+            level = given.pop("log_level").upper()
             with readable_errors(debug=given.pop("debug")):
+                with usage_errors():
+                    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 
         parameters = [*kept, *flags]
@@ -121,9 +127,11 @@ class UsageError(ValueError):
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """A ValueError in here is the caller's: wrong usage."""
+    """A ValueError in here is the caller's: wrong usage. A broken or unsupported checkpoint is not."""
     try:
         yield
+    except (CheckpointError, UnsupportedModelError):
+        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -133,6 +141,8 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     """One line for an error, and the exit status that belongs to it."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, but no error: a command's own exit status
+        raise
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise
