@@ -6,12 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+from stub_engine import StubEngine, alone
+
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
-from stub_engine import StubEngine, alone
 
 
 def make_busy(state: str) -> StubEngine:
@@ -190,7 +191,9 @@ def test_stop_strings_and_biases_are_checked_before_anything_happens() -> None:
 
 
 def test_an_exception_in_the_forward_pass_fails_that_steps_requests_only() -> None:
-    """Their blocks are freed, their new blocks are not findable (the pass left rubbish in them), and the engine goes on."""
+    """Their blocks are freed, their new blocks are not findable (the pass left rubbish in them), and the engine goes
+    on.
+    """
     stub = StubEngine(32, 4, max_num_seqs=2)
     stub.add("a", list(range(10)), max_tokens=4)
     stub.add("b", [7, 7, 7], max_tokens=4)
@@ -223,6 +226,15 @@ def test_a_row_without_a_token_fails_its_own_request_only() -> None:
     assert stub.is_idle()
 
 
+def test_what_a_failed_row_computed_is_not_findable() -> None:
+    stub = StubEngine()
+    stub.runner.bad_row = lambda step, sequence_id: step == 0
+    stub.add("bad", list(range(9)), max_tokens=6)
+    assert stub.run()["bad"].outputs[0].error == "injected NaN"
+    stub.add("again", list(range(9)), max_tokens=6)
+    assert stub.run()["again"].num_cached_tokens == 0
+
+
 def test_a_runner_that_answers_nonsense_fails_the_step() -> None:
     class Short:
         def execute(self, plan: StepPlan) -> StepResult:
@@ -239,7 +251,9 @@ def test_the_smallest_runner_is_one_method() -> None:
 
     class Counting:
         def execute(self, plan: StepPlan) -> StepResult:
-            return StepResult([RowResult([SampledToken(len(s.token_ids)) for s in row.sample_for]) for row in plan.rows])
+            return StepResult(
+                [RowResult([SampledToken(len(s.token_ids)) for s in row.sample_for]) for row in plan.rows]
+            )
 
     engine = Engine(Counting(), KVBlockManager(8, 4), EngineConfig())
     engine.add_request("r", [1, 2], SamplingParams(max_tokens=3))

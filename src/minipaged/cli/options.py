@@ -80,7 +80,7 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
-PANELS = {"llm": "Model and engine", "sampling": "Sampling"}
+PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark"}
 
 COMMON_FLAGS = (
     Flag("log_level", str, "warning", "debug, info, warning or error."),

@@ -172,9 +172,7 @@ class Engine:
         """Resolve the parameters and refuse what can never run: limits first, so that nothing waits in vain."""
         manager, seats = self.block_manager, self.config.max_num_seqs
         if params.n > seats:
-            raise RequestTooLargeError(
-                f"n = {params.n} sequences can never run together with max_num_seqs = {seats}: raise it"
-            )
+            raise RequestTooLargeError(f"n = {params.n} sequences never fit in max_num_seqs = {seats}: raise it")
         if self.config.vocab_size is not None:
             params.check_vocabulary(self.config.vocab_size)
         pool_tokens = manager.num_physical_blocks * manager.block_size

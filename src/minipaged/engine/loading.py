@@ -21,8 +21,6 @@ from minipaged.engine.sampler import Sampler
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.chat_template import ChatTemplate
-from minipaged.model.config import ModelConfig
-from minipaged.model.generation_config import GenerationDefaults
 from minipaged.model.hub import resolve_model
 from minipaged.model.tokenizer import Tokenizer
 from minipaged.threads import set_threads
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 
     from minipaged.kv import EvictionPolicy
     from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
 class EngineOptions:
     """The keywords of `LLM` and `AsyncLLM`; see `LLM` for what they mean."""
 
-    model: str | Path | None = None
+    model: str | Path | ModelSource | None = None
     tokenizer: str | Path | Tokenizer | None = None
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
@@ -73,7 +72,7 @@ class LoadedEngine:
     caches: list[PagedKVCache]
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
-    folder: Path
+    source: ModelSource
     pool: PoolSize
     threads: int
     events: FanOut
@@ -86,7 +85,7 @@ class LoadedEngine:
         nbytes = sum(cache.nbytes for cache in self.caches)
         kind = str(self.model.dtype).removeprefix("torch.")
         lines = [
-            f"model {self.folder.name}: {kind} on {self.model.device}, back end {self.model.backend.name}, "
+            f"model {self.source.name}: {kind} on {self.model.device}, back end {self.model.backend.name}, "
             f"{self.threads} threads",
             f"KV pool {manager.num_physical_blocks} blocks of {manager.block_size} = "
             f"{manager.num_physical_blocks * manager.block_size} tokens, {nbytes / 2**30:.2f} GiB; "
@@ -103,14 +102,14 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     threads = set_threads(options.threads)  # before the first tensor operation
     import torch
 
+    from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
     from minipaged.ops.registry import get_backend
 
     device = torch.device(_device(options.device))
-    folder = resolve_model(options.model, options.revision)
-    config = ModelConfig.from_folder(folder)
-    defaults = GenerationDefaults.from_folder(folder, config)
-    tokenizer, text_folder = _tokenizer(options, folder)
+    source = _source(options)
+    config = source.config
+    tokenizer, text_folder = _tokenizer(options, source.folder)
     if options.max_model_len is not None and options.max_model_len > config.max_context:
         raise ValueError(
             f"max_model_len = {options.max_model_len} is more than the model's {config.max_context} positions"
@@ -119,10 +118,11 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS
     )
     backend = get_backend(options.backend, device)
-    model = Qwen3Model.from_folder(
-        folder,
+    model = Qwen3Model.load(
+        config,
+        source.tensors,
         backend,
-        dtype=options.dtype,
+        dtype=resolve_dtype(options.dtype, source.dtype, device=device),
         device=device,
         max_model_len=options.max_model_len,
         max_tokens=batched_tokens + 1,
@@ -172,17 +172,17 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             max_num_batched_tokens=batched_tokens,
             vocab_size=config.vocab_size,
             scheduling_policy=options.scheduling_policy,
-            generation_defaults=defaults,
+            generation_defaults=source.generation_defaults,
             seed=options.seed,
             check_invariants=options.check_invariants,
             batch_invariant=backend.batch_invariant,
         ),
         tokenizer=tokenizer,
     )
-    template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer is not None else None
-    loaded = LoadedEngine(engine, model, caches, tokenizer, template, folder, pool, threads, events)
+    template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer and text_folder else None
+    loaded = LoadedEngine(engine, model, caches, tokenizer, template, source, pool, threads, events)
     if options.kv_journal is not None:
-        journal = Journal(options.kv_journal, pool.num_blocks, options.block_size)
+        journal = Journal(options.kv_journal, pool.num_blocks, options.block_size, lambda: engine.num_steps)
         events.listeners.append(journal)
         loaded.close_hooks.append(journal.close)
     logger.info("%s", loaded.summary())
@@ -202,6 +202,14 @@ def _check(options: EngineOptions) -> None:
     EngineConfig(scheduling_policy=options.scheduling_policy)
 
 
+def _source(options: EngineOptions) -> ModelSource:
+    from minipaged.model.source import ModelSource
+
+    if isinstance(options.model, ModelSource):
+        return options.model
+    return ModelSource.from_folder(resolve_model(options.model, options.revision))
+
+
 def _device(wanted: str) -> str:
     import torch
 
@@ -210,12 +218,12 @@ def _device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _tokenizer(options: EngineOptions, folder: Path) -> tuple[Tokenizer | None, Path]:
-    """The tokenizer, and the folder where its chat template lies."""
+def _tokenizer(options: EngineOptions, folder: Path | None) -> tuple[Tokenizer | None, Path | None]:
+    """The tokenizer, and the folder where its chat template lies. folder: the model's, None if it has none."""
     if isinstance(options.tokenizer, Tokenizer):
         return options.tokenizer, options.tokenizer.folder
     if options.tokenizer is None:
-        return Tokenizer.from_folder(folder), folder
+        return None if folder is None else Tokenizer.from_folder(folder), folder
     own = resolve_model(options.tokenizer, options.revision)
     tokenizer = Tokenizer.from_folder(own)
     if tokenizer is None:

@@ -224,9 +224,9 @@ class Request:
             self.request_id,
             self.prompt,
             self.prompt_token_ids,
-            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
             outputs=[child.output() for child in self.children],
             finished=self.finished,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
