@@ -53,7 +53,8 @@ def serve(
         )
     sock = listen(host, port)  # before the model is loaded: a port in use is known at once
     try:
-        engine = AsyncLLM(model, **llm)
+        with usage_errors():
+            engine = AsyncLLM(model, **llm)
     except BaseException:
         sock.close()
         raise

@@ -39,7 +39,8 @@ class Admission:
         """ApiError 400 if so many sequences of one call can never wait together."""
         if sequences > self.limit:
             raise refused(
-                f"{sequences} sequences (prompts times n) can never wait in a queue of {self.limit} (max_queued_requests)",
+                f"{sequences} sequences (prompts times n) can never wait in a queue of {self.limit}: "
+                "max_queued_requests",
                 "n",
             )
 

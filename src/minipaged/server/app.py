@@ -52,9 +52,7 @@ REFUSALS = {
 }
 
 
-def create_app(
-    llm: AsyncLLM, settings: ServerSettings, *, chat_template: ChatTemplate | None = None
-) -> FastAPI:
+def create_app(llm: AsyncLLM, settings: ServerSettings, *, chat_template: ChatTemplate | None = None) -> FastAPI:
     """The server's ASGI application around a running engine, which stays the caller's to close.
 
     chat_template: None = the model's own.

@@ -45,7 +45,9 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         fields = message.model_dump(exclude_none=True)
         if message.role == "developer":  # OpenAI's newer name, which Qwen3's template would drop without a word
             fields["role"] = "system"
-        if message.content is None and not (message.role == "assistant" and (message.tool_calls or message.reasoning_content)):
+        if message.content is None and not (
+            message.role == "assistant" and (message.tool_calls or message.reasoning_content)
+        ):
             raise refused(f"messages[{number}] must have content", "messages")
         fields["content"] = _text_of(number, message.content)
         plain.append(fields)

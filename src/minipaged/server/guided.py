@@ -51,7 +51,7 @@ class Guide:
         if root.is_error():
             raise refused(f"{name} cannot be used: {_first_line(root.get_error())}", name)
         close = self._tokenizer.token_to_id("</think>") if thought_is_open else None
-        return GrammarMask(root, after=close)
+        return GrammarMask(root, self._tokenizer.vocab_size, after=close)
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
@@ -71,14 +71,15 @@ class GrammarMask:
     a walk from the beginning.
     """
 
-    def __init__(self, root: Any, *, after: int | None = None) -> None:
-        """after: a token id; nothing is masked until it has come, None = from the start."""
+    def __init__(self, root: Any, vocab_size: int, *, after: int | None = None) -> None:
+        """root: an llguidance matcher that has seen nothing; it is only copied. after: a token id; nothing is masked until it has come, None = from the start."""
         self._root = root
+        self._vocab_size = vocab_size
         self._after = after
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
     def __call__(self, token_ids: list[int]) -> np.ndarray[Any, Any] | None:
-        """bool [vocabulary of the tokenizer]; None = everything. ValueError for tokens that the grammar does not take."""
+        """bool [vocabulary of the tokenizer]; None = everything. ValueError for tokens that the grammar refuses."""
         if self._after is not None:
             if self._after not in token_ids:
                 return None
@@ -87,7 +88,7 @@ class GrammarMask:
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
             raise ValueError(f"the grammar failed: {_first_line(matcher.get_error())}")
-        return np.unpackbits(bits, bitorder="little").view(np.bool_)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
 
     def _at(self, token_ids: tuple[int, ...]) -> Any:
         matcher = self._states.pop(token_ids, None)

@@ -1,9 +1,9 @@
 """Listening, signals and a clean end.
 
-    first SIGTERM or SIGINT   no new connections, 503 for new requests; those in flight go on
-    shutdown_timeout - 1 s    what is still in flight is aborted, so that streams end with a last event
-    shutdown_timeout          connections that are still open are cut
-    second signal             the process ends at once
+first SIGTERM or SIGINT   no new connections, 503 for new requests; those in flight go on
+shutdown_timeout - 1 s    what is still in flight is aborted, so that streams end with a last event
+shutdown_timeout          connections that are still open are cut
+second signal             the process ends at once
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def listen(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted connections inherit these: a client whose machine is gone, or that never reads, does not stay for ever.
+        # Accepted connections inherit these: a client whose machine is gone, or that never reads, does not stay.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
             ("TCP_KEEPIDLE", DEAD_PEER_SECONDS // 2),
@@ -72,7 +72,9 @@ def listen(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port") from None
+        raise OSError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port"
+        ) from None
     return sock
 
 
@@ -90,7 +92,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=self.service.settings.shutdown_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=self.service.settings.shutdown_timeout,
                 **config,
             )
         )

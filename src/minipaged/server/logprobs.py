@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes. Values are of the raw distribution; -inf, which JSON lacks, becomes -9999."""
+"""Log-probabilities in OpenAI's two shapes. Values are of the raw distribution; -inf, unknown to JSON, is -9999."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _token(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """Completions: four parallel lists; text_offset counts characters of the text, the prompt included if it is echoed."""
+    """Completions: four parallel lists; text_offset counts characters of the text, with the prompt if it is echoed."""
 
     def __init__(self, tokenizer: Tokenizer | None, k: int, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

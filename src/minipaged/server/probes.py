@@ -31,7 +31,9 @@ def health(service: Service) -> Response:
     running = llm.step_seconds
     if running > limit:
         raise ApiError(
-            503, f"a step has been running for {running:.1f} s, more than step_timeout = {limit:g} s", code="step_timeout"
+            503,
+            f"a step has been running for {running:.1f} s, more than step_timeout = {limit:g} s",
+            code="step_timeout",
         )
     return json_response({"status": "ok"})
 

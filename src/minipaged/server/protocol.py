@@ -15,7 +15,12 @@ from minipaged.server.errors import from_validation_error, refused
 
 M = TypeVar("M", bound="Body")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (1,), "suffix": ("",), "echo": (False,), "parallel_tool_calls": (True,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "parallel_tool_calls": (True,),
+}
 NEUTRAL |= dict.fromkeys(("store", "use_beam_search", "return_token_ids", "logprobs_in_prompt"), (False,))
 NEUTRAL |= {"length_penalty": (1, 1.0), "modalities": (["text"],), "service_tier": ("auto", "default")}
 """Values of unsupported fields that ask for nothing; null always does."""

@@ -18,7 +18,7 @@ class Thinking(Enum):
 def thinking_after(prompt: str, *, enable_thinking: object = None, continued: str | None = None) -> Thinking:
     """How the text after a rendered prompt begins.
 
-    enable_thinking: as given to the template. continued: content of the assistant's message that the model goes on with.
+    enable_thinking: as given to the template. continued: content of the assistant's message that is to be continued.
     """
     if continued is not None and continued.rfind(OPEN) > continued.rfind(CLOSE):
         return Thinking.OPENED

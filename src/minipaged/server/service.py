@@ -238,7 +238,7 @@ class Delta:
         self._given: dict[tuple[int, int], tuple[int, int]] = {}
 
     def of(self, number: int, output: RequestOutput) -> Iterable[tuple[CompletionOutput, str, int]]:
-        """(child, its new text, how many of its tokens are old) for each child that advanced or ended since last time."""
+        """(child, its new text, how many of its tokens are old) for each child that advanced or ended since."""
         for child in output.outputs:
             key = (number, child.index)
             characters, tokens = self._given.get(key, (0, 0))

@@ -80,7 +80,7 @@ class ToolCallParser:
     def finish(self) -> list[str | ToolCall]:
         """What was held back, when the text has ended: a call that is not closed is text."""
         held, self._held = self._held, ""
-        pieces = list(self._text(held))
+        pieces: list[str | ToolCall] = [*self._text(held)]
         if self._space and not self._after_call:
             pieces.append(self._space)
         self._space = ""
