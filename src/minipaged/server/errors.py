@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +12,6 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-
-logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nobody reads it; the log does
 
@@ -57,6 +54,11 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def unexpected(error: Exception) -> ApiError:
+    """For a fault of ours: what happened is in the log, and none of the client's business."""
+    return ApiError(500, f"internal error: {type(error).__name__}; the server's log has more", code="internal_error")
+
+
 def from_value_error(error: ValueError) -> ApiError:
     """What the engine, the tokenizer or the template refuse; their messages begin with the field they are about."""
     message = str(error)
@@ -82,7 +84,7 @@ _TYPES = frozenset(("str", "int", "float", "bool", "dict", "list"))
 
 
 def install(app: FastAPI) -> None:
-    """Let every exception that reaches the application become such an answer, without a traceback in it."""
+    """Let the exceptions that are meant for clients become such answers; `RequestLog` sees to all others."""
 
     async def api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -96,10 +98,6 @@ def install(app: FastAPI) -> None:
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, f"internal error: {type(error).__name__}; the server's log has more").response()
-
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, unexpected)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minipaged.server.errors import ApiError, refused
+from minipaged.server.errors import ApiError, refused, unexpected
 
 T = TypeVar("T")
 
@@ -116,6 +116,6 @@ class EventStream(Response):
             except Exception as error:
                 if not isinstance(error, ApiError):
                     logger.exception("a stream failed")
-                    error = ApiError(500, f"internal error: {type(error).__name__}; the server's log has more")
+                    error = unexpected(error)
                 await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
         await send({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -14,9 +14,10 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minipaged.server.errors import ApiError
+from minipaged.server.errors import CLIENT_GONE, ApiError, unexpected
 
 logger = logging.getLogger("minipaged.server.access")
+logger_of_faults = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"))
 """Answered without a key, and while shutting down: they tell nothing about what users do, and cost nothing."""
@@ -38,7 +39,7 @@ class RequestLog:
         notes: dict[str, Any] = {}
         scope.setdefault("state", {})
         scope["state"].update(request_id=request_id, notes=notes)
-        status, started = 499, time.monotonic()
+        status, started = CLIENT_GONE, time.monotonic()
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -49,6 +50,11 @@ class RequestLog:
 
         try:
             await self.app(scope, receive, observed)
+        except Exception as error:
+            logger_of_faults.exception("request %s failed", request_id)
+            if status != CLIENT_GONE:
+                raise  # the answer has begun: only the end of the connection can tell that it is not complete
+            await unexpected(error).response()(scope, receive, observed)
         finally:
             if logger.isEnabledFor(logging.INFO):
                 seconds = round(time.monotonic() - started, 4)
@@ -85,7 +91,7 @@ class Gate:
 
     def _known(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode("utf-8", "surrogateescape")
+        given = key.strip().encode("latin-1")  # as it came: header values are decoded so
         # Every key is compared, each in constant time: how long it takes says nothing about how much of one was right.
         matches = [hmac.compare_digest(given, known) for known in self.keys]
         return any(matches) and scheme.lower() == "bearer"
