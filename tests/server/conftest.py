@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from server_rig import Rig, demo_rig, stub_rig  # noqa: E402
+from server_rig import Rig, demo_rig, stub_rig
 
 
 @pytest.fixture(scope="session")

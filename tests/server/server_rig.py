@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import openai
 import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
 from minipaged.engine.async_llm import AsyncLLM
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
@@ -25,7 +27,6 @@ from minipaged.model.chat_template import ChatTemplate
 from minipaged.model.tokenizer import Tokenizer
 from minipaged.server import ServerSettings, create_app
 from minipaged.server.lifecycle import Server, listen
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 VOCAB = 320  # 256 bytes, the tokens below, and ids that the tokenizer does not know
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -44,7 +45,8 @@ TEMPLATE = """
 {%- if not (loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}\\n</tool_call>' }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}\\n' }}
+{{- '</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
@@ -132,7 +134,7 @@ class ScriptedRunner:
 
 
 class Rig:
-    """A running server: `url`, `client` (official), `http` (plain), `llm`, `service`, and the runner if it is scripted."""
+    """A running server: `url`, `client` (official), `http` (plain), `llm`, `service`, `runner` if it is scripted."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings, template: ChatTemplate | None, runner: Any) -> None:
         self.llm = llm

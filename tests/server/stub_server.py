@@ -1,6 +1,6 @@
-"""A server process over the scripted runner, for tests that send signals: `stub_server.py FOLDER SECONDS_PER_STEP TIMEOUT`.
+"""A server process over the scripted runner, for tests that send signals: `stub_server.py FOLDER STEP_SECONDS TIMEOUT`.
 
-Prints its port, and each signal-free end; the runner writes for ever.
+Prints its port, and at a clean end how many blocks are still in use; the runner writes for ever.
 """
 
 import sys
@@ -9,14 +9,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from minipaged.engine.async_llm import AsyncLLM  # noqa: E402
-from minipaged.engine.config import EngineConfig  # noqa: E402
-from minipaged.engine.engine import Engine  # noqa: E402
-from minipaged.kv import KVBlockManager  # noqa: E402
-from minipaged.model.tokenizer import Tokenizer  # noqa: E402
-from minipaged.server import ServerSettings, create_app  # noqa: E402
-from minipaged.server.lifecycle import listen, run  # noqa: E402
-from server_rig import ScriptedRunner  # noqa: E402
+from server_rig import ScriptedRunner
+
+from minipaged.engine.async_llm import AsyncLLM
+from minipaged.engine.config import EngineConfig
+from minipaged.engine.engine import Engine
+from minipaged.kv import KVBlockManager
+from minipaged.model.tokenizer import Tokenizer
+from minipaged.server import ServerSettings, create_app
+from minipaged.server.lifecycle import listen, run
 
 if __name__ == "__main__":
     runner = ScriptedRunner()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from server_rig import Rig, stub_rig
+
 from minipaged.server import ServerSettings
 from minipaged.server.middleware import OPEN_PATHS
-from server_rig import Rig, stub_rig
 
 CLOSED = [
     ("POST", "/v1/completions"),
@@ -65,9 +66,7 @@ def test_cross_origin_requests_are_off(stub: Rig) -> None:
     """A page in a browser gets no permission, and what it may send without asking is refused."""
     stub.runner.says("ok")
     origin = {"Origin": "http://evil.example"}
-    preflight = stub.http.options(
-        "/v1/completions", headers={**origin, "Access-Control-Request-Method": "POST"}
-    )
+    preflight = stub.http.options("/v1/completions", headers={**origin, "Access-Control-Request-Method": "POST"})
     assert preflight.status_code == 405
     body = b'{"prompt": "x"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", None, "multipart/form-data; boundary=x"):

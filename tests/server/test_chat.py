@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server_rig import Rig
+
 from minipaged.server.reasoning import ReasoningSplitter, Thinking, thinking_after
 from minipaged.server.tools import ToolCall, ToolCallParser, parse_call
-from server_rig import Rig
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -201,8 +202,8 @@ def test_c36_chat_logprobs(stub: Rig) -> None:
     create = stub.client.chat.completions.create
     assert create(model="stub", messages=USER).choices[0].logprobs is None
     assert create(model="stub", messages=USER, logprobs=False).choices[0].logprobs is None
-    for given, k in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 5}, 5)):
-        whole = create(model="stub", messages=USER, logprobs=True, **given).choices[0].logprobs.content
+    for wish, k in (({}, 0), ({"top_logprobs": 0}, 0), ({"top_logprobs": 5}, 5)):
+        whole = create(model="stub", messages=USER, logprobs=True, **wish).choices[0].logprobs.content
         assert [entry.bytes for entry in whole[:-1]] == [[97], [195], [169]]
         assert [len(entry.top_logprobs) for entry in whole] == [k] * 4
         assert {entry.logprob for entry in whole} == {-0.5}
@@ -210,7 +211,7 @@ def test_c36_chat_logprobs(stub: Rig) -> None:
             assert [top.logprob for top in whole[0].top_logprobs] == [-0.5, -1.0, -9999.0, -3.0, -4.0]
         streamed = [
             entry
-            for chunk in create(model="stub", messages=USER, logprobs=True, stream=True, **given)
+            for chunk in create(model="stub", messages=USER, logprobs=True, stream=True, **wish)
             for entry in chunk.choices[0].logprobs.content
         ]
         assert streamed == whole
@@ -268,7 +269,8 @@ def split(thinking: Thinking, pieces: list[str]) -> tuple[str, str]:
 
 
 SNIPPETS = st.lists(
-    st.sampled_from(["<think>", "</think>", "<thi", "</", "\n", " ", "a", "é", "<", ">", "\n\n", "k>", "word"]), max_size=9
+    st.sampled_from(["<think>", "</think>", "<thi", "</", "\n", " ", "a", "é", "<", ">", "\n\n", "k>", "word"]),
+    max_size=9,
 )
 
 

@@ -62,7 +62,10 @@ def test_c40_a_stream_adds_up_to_the_answer_in_one_piece(demo: Rig, body: dict[s
     got, stream_usage = streamed(demo, **body, stream_options={"include_usage": True})
     assert sorted(expected) == list(range(len(expected)))
     rounded = [
-        {i: {**c, "logprobs": c["logprobs"] and {k: approximate(v) for k, v in c["logprobs"].items()}} for i, c in d.items()}
+        {
+            i: {**c, "logprobs": c["logprobs"] and {k: approximate(v) for k, v in c["logprobs"].items()}}
+            for i, c in d.items()
+        }
         for d in (expected, got)
     ]
     assert rounded[0] == rounded[1]

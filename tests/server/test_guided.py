@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from server_rig import EOS, Rig, stub_rig
+
 from minipaged.server.guided import MAX_STATES, GrammarMask, Guide
 from minipaged.server.protocol import CompletionBody, parse
-from server_rig import EOS, Rig, stub_rig
 
 SCHEMA = {
     "type": "object",
@@ -90,7 +91,9 @@ def test_a_thought_is_free_and_what_follows_is_guided(tokenizer_folder: Any) -> 
 def test_the_mask_is_a_function_of_its_argument(demo: Rig) -> None:
     """Children in turns, a preempted request from the start again, more states than are kept: always the same mask."""
     guide = Guide(demo.service.tokenizer, (1021, 1019))
-    mask = guide.mask_for(parse(CompletionBody, json.dumps({"guided_regex": "[a-z]{1,90}"}).encode()), thought_is_open=False)
+    mask = guide.mask_for(
+        parse(CompletionBody, json.dumps({"guided_regex": "[a-z]{1,90}"}).encode()), thought_is_open=False
+    )
     assert isinstance(mask, GrammarMask)
     ids = [demo.service.tokenizer.encode(letter)[0] for letter in "abcdefgh"]
     rng = np.random.default_rng(0)

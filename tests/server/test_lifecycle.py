@@ -201,16 +201,18 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
-    from minipaged.cli.main import app
     from typer.testing import CliRunner
+
+    from minipaged.cli.main import app
 
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2, result.output
 
 
 def test_help_shows_an_example() -> None:
-    from minipaged.cli.main import app
     from typer.testing import CliRunner
+
+    from minipaged.cli.main import app
 
     result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0

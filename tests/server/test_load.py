@@ -14,8 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from minipaged.server import lifecycle
 from server_rig import Rig, events, stub_rig, wait_until
+
+from minipaged.server import lifecycle
 
 BODY = {"prompt": "hi", "max_tokens": 400}
 
@@ -39,7 +40,9 @@ def test_c41_a_client_that_goes_takes_its_request_along(
     with stub_rig(tokenizer_folder, engine={"max_num_seqs": 1, "max_num_batched_tokens": 4}) as rig:
         runner = rig.runner
         runner.gate.clear()
-        other = rig.send("/v1/completions", {**BODY, "prompt": "other", "max_tokens": 3}) if moment == "queued" else None
+        other = (
+            rig.send("/v1/completions", {**BODY, "prompt": "other", "max_tokens": 3}) if moment == "queued" else None
+        )
         if other is not None:
             wait_until(lambda: len(rig.service.admission.live) == 1, "the other request is there")
             runner.in_step.wait(5)
@@ -303,9 +306,7 @@ def test_malformed_http_is_refused_and_forgotten(stub: Rig, raw: bytes) -> None:
 
 
 @pytest.mark.parametrize("where", ["runner", "scheduler"])
-def test_an_engine_that_fails_answers_500_and_goes_on(
-    stub: Rig, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_answers_500_and_goes_on(stub: Rig, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece: 500. In a stream: an error event, then [DONE]. Others and later ones are well."""
 
     def fail() -> None:

@@ -236,9 +236,7 @@ def test_c46_content_parts_are_text_or_refused(stub: Rig) -> None:
     stub.client.chat.completions.create(model="stub", messages=[{"role": "user", "content": parts}])
     assert "one\ntwo<|im_end|>" in text_of(stub)
     image = [{"type": "image_url", "image_url": {"url": "data:,x"}}]
-    error = refusal(
-        stub.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": image}]})
-    )
+    error = refusal(stub.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": image}]}))
     assert "image_url" in error["message"]
 
 

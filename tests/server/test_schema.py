@@ -25,7 +25,7 @@ def test_the_schema_describes_what_there_is(stub: Rig) -> None:
 @pytest.mark.timeout(400)
 def test_schemathesis(tokenizer_folder: Path, tmp_path: Path) -> None:
     """MINIPAGED_SCHEMA_SECONDS (default 120) of generated requests, good and bad: no 5xx, only documented answers."""
-    seconds = float(os.environ.get("MINIPAGED_SCHEMA_SECONDS", "120"))
+    seconds = int(os.environ.get("MINIPAGED_SCHEMA_SECONDS", "120"))
     with stub_rig(tokenizer_folder, engine={"max_model_len": 200}) as rig:
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{rig.url}/openapi.json"),
@@ -33,7 +33,9 @@ def test_schemathesis(tokenizer_folder: Path, tmp_path: Path) -> None:
             *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
             *("--phases", "examples,coverage,fuzzing"),
         ]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=seconds + 200)
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=seconds + 200
+        )
         assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
         rig.wait_idle()
         assert rig.runner.steps > 100, "it got as far as the engine"

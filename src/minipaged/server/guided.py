@@ -72,7 +72,10 @@ class GrammarMask:
     """
 
     def __init__(self, root: Any, vocab_size: int, *, after: int | None = None) -> None:
-        """root: an llguidance matcher that has seen nothing; it is only copied. after: a token id; nothing is masked until it has come, None = from the start."""
+        """root: an llguidance matcher that has seen nothing; it is only copied. vocab_size: length of the masks.
+
+        after: a token id; nothing is masked until it has come, None = from the start.
+        """
         self._root = root
         self._vocab_size = vocab_size
         self._after = after
