@@ -29,9 +29,9 @@ def test_schemathesis(tokenizer_folder: Path, tmp_path: Path) -> None:
     with stub_rig(tokenizer_folder, engine={"max_model_len": 200}) as rig:
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", f"{rig.url}/openapi.json"),
-            *("--max-time", str(seconds), "--max-examples", "100000", "--workers", "2", "--no-color"),
+            *("--max-time", str(seconds), "--max-examples", "100000", "--workers", "1", "--no-color"),
             *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
-            *("--phases", "examples,coverage,fuzzing"),
+            *("--phases", "coverage,fuzzing"),
         ]
         result = subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=seconds + 200
