@@ -99,7 +99,7 @@ def test_soak() -> None:
     seconds = float(os.environ.get("MINIPAGED_SOAK_SECONDS", "600"))
     command = [sys.executable, "-m", "minipaged", "serve", "--port", "0", "--num-blocks", "300", "--block-size", "4"]
     command += ["--max-num-seqs", "6", "--check-invariants"]
-    # oneDNN keeps up to 1024 compiled products, one per batch size and weight: 200 MB that grow for an hour and then stop.
+    # oneDNN keeps up to 1024 compiled products, one per batch size and weight: 200 MB that come bit by bit.
     # They are torch's, not ours; without them a leak of ours shows.
     with started(command, ONEDNN_PRIMITIVE_CACHE_CAPACITY="16") as process:
         assert process.stdout is not None
