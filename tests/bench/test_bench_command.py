@@ -227,6 +227,11 @@ def test_plot_without_matplotlib_says_what_to_install(
         (("step", "--sequences", "0"), "above 0"),
         (("attention", "--sequences", "2"), "give both or neither"),
         (("attention", "--sequences", "2", "--context", "8", "--queries", "9"), "more than --context 8"),
+        (("latency", "--block-size", "0"), "block_size must be"),
+        (("latency", "--threads", "0"), "threads must be"),
+        (("step", "--block-size", "0"), "--block-size must be"),
+        (("attention", "--dtype", "int3"), "--dtype int3: choose"),
+        (("linear", "--backend", "abacus"), "--backend abacus: choose"),
         (("latency", "--plot", "/no/such/folder/x.svg"), "there is no folder"),
     ],
 )

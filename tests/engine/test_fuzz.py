@@ -53,11 +53,11 @@ def fuzz(seconds: float, first_seed: int) -> None:
 
 def test_fuzz_for_a_fixed_time() -> None:
     """As above, without Hypothesis' overhead: more workloads per second, reproducible by the seed in the message."""
-    fuzz(float(os.environ.get("MINIPAGED_SHORT_FUZZ_SECONDS", "20")), 0)
+    fuzz(float(os.environ.get("MINIPAGED_SHORT_FUZZ_SECONDS", "25")), 0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_long_fuzz() -> None:
     """`make test-full`: as long as MINIPAGED_FUZZ_SECONDS says, from a fresh seed."""
-    fuzz(float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "600")), int(time.time()) << 20)
+    fuzz(float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "1800")), int(time.time()) << 20)

@@ -11,6 +11,7 @@ from stub_engine import StubEngine, alone
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
+from minipaged.engine.request import Child
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
 
@@ -274,12 +275,33 @@ def test_an_error_in_one_requests_text_fails_that_request() -> None:
             raise LookupError("no such token")
 
     stub = StubEngine(tokenizer=Tokenizer())
-    stub.add("bad", [1, 2], max_tokens=3)
+    stub.add("bad", [1, 2], n=3, max_tokens=3)
     stub.add("good", [3, 4], max_tokens=3, detokenize=False)
     stub.run()
     assert stub.last["bad"].outputs[0].error == "LookupError: no such token"
     assert [stub.tokens("good")] == alone([3, 4], max_tokens=3)
     assert stub.is_idle()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_an_error_in_one_childs_text_leaves_nothing_of_its_siblings(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the siblings have just ended with the same step."""
+    append = Child.append
+
+    def fail(self: Child, sample: SampledToken) -> None:
+        if self.index == bad and self.request.request_id == "bad":
+            raise LookupError("no such token")
+        append(self, sample)
+
+    monkeypatch.setattr(Child, "append", fail)
+    for max_tokens in (1, 5):
+        stub = StubEngine()
+        stub.add("bad", [1, 2, 3], n=3, max_tokens=max_tokens)
+        stub.add("good", [3, 4], max_tokens=3)
+        stub.run()
+        assert stub.reason("bad", bad) == "error"
+        assert [stub.tokens("good")] == alone([3, 4], max_tokens=3)
+        assert stub.is_idle()
 
 
 def test_ctrl_c_in_a_step_leaves_an_engine_that_can_go_on() -> None:

@@ -122,14 +122,16 @@ def test_promised_blocks_are_not_given_away() -> None:
 
     (A prefill that wants prompt log-probabilities leaves a part of the budget to others, in chunks of 64.)
     """
-    stub = StubEngine(40, 4, caching=False)
-    stub.add("first", [1] * 100, max_tokens=2, prompt_logprobs=0)
-    stub.add("second", [2] * 70, max_tokens=2)
-    stub.step()
-    assert stub.manager.num_available_blocks == 40 - 16  # 64 tokens of the first are there, 9 blocks more are promised
-    assert stub.engine.stats().waiting == 1  # it needs 18
-    stub.run()
-    assert stub.engine.stats().preemptions == 0
+    for steps in (1, 2):  # the second comes in the step of the first, or later
+        stub = StubEngine(80, 4, caching=False)
+        stub.add("first", [1] * 200, max_tokens=2, prompt_logprobs=0)
+        stub.step(steps - 1)
+        stub.add("second", [2] * 180, max_tokens=2)
+        stub.step()
+        assert stub.manager.num_available_blocks == 80 - 16 * steps  # it needs 45, and more than 30 are promised
+        assert stub.engine.stats().waiting == 1
+        stub.run()
+        assert stub.engine.stats().preemptions == 0
 
 
 def test_a_victim_that_has_its_slot_already_leaves_the_plan() -> None:

@@ -65,6 +65,8 @@ def test_greedy_path_is_hugging_faces_own(sample):
     with hf_model(sample.folder, torch.float32) as ours:
         path = greedy(ours, PROMPTS[0], 8)
         forced = follow(ours, path)
+        shaken = [follow(ours, path, jitter=size).logits for size in (1e-3, 1e-2)]
+        again = follow(ours, path)
     history = list(PROMPTS[0])
     for step, token in enumerate(path.tokens):
         row = hf_logits(model, history)[-1]
@@ -75,6 +77,10 @@ def test_greedy_path_is_hugging_faces_own(sample):
         history.append(token)
     assert torch.allclose(forced.logits, path.logits, atol=1e-4)
     assert forced.tokens == path.tokens
+    assert torch.equal(again.logits, forced.logits)
+    small, large = ((logits - forced.logits).norm() / forced.logits.norm() for logits in shaken)
+    assert 1e-4 < small < 1e-2
+    assert 5 < large / small < 20  # the logits move in proportion
 
 
 def test_greedy_goes_on_after_an_end_of_text_token(tmp_path):

@@ -17,6 +17,7 @@ def plot_profile(profile: Profile, path: Path, title: str) -> None:
     missing.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -35,8 +36,9 @@ def plot_profile(profile: Profile, path: Path, title: str) -> None:
     axes = figure.add_subplot()
     positions = [index * per_bar for index in range(len(bars))]
     floor = [0.0] * len(bars)
-    colours = [f"C{i % 10}" for i in range(len(heights))]
-    for (name, values), colour in zip(sorted(heights.items(), key=lambda item: -sum(item[1])), colours, strict=True):
+    colours = colormaps["tab20"](range(20))
+    for index, (name, values) in enumerate(sorted(heights.items(), key=lambda item: -sum(item[1]))):
+        colour = colours[index % len(colours)]
         axes.bar(positions, values, width=per_bar, bottom=floor, label=name, color=colour, align="edge")
         floor = [below + value for below, value in zip(floor, values, strict=True)]
     axes.set(xlabel="step", ylabel="milliseconds", title=title)

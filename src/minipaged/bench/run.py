@@ -23,7 +23,10 @@ PROFILED_STEPS = 8  # executions of one plan under the profiler
 
 
 class Bench:
-    """A loaded engine next to the machine's limits. `options` are keywords of `LLM`."""
+    """A loaded engine next to the machine's limits; use it as a context manager. options: keywords of `LLM`.
+
+    Errors as `LLM`.
+    """
 
     def __init__(self, source: ModelSource, options: Mapping[str, Any], progress: Progress) -> None:
         from minipaged.llm import LLM
@@ -75,48 +78,38 @@ def fitting(workload: Workload, source: ModelSource) -> Workload:
 
 
 def bench_workload(
-    benchmark: str,
-    source: ModelSource,
-    workload: Workload,
-    options: Mapping[str, Any],
-    *,
-    rounds: int,
-    profile: bool,
-    progress: Progress,
+    benchmark: str, bench: Bench, workload: Workload, *, rounds: int, profile: bool
 ) -> tuple[Report, Profile | None]:
     """ "latency", "throughput" or "prefill": one workload, `rounds` times, and once more under the profiler if wanted.
 
-    `workload` is what `fitting` returned. enable_prefix_caching None = what the workload is about.
+    `workload` is what `fitting` returned. The prefix cache, where it is on, is emptied before every run.
     """
-    if options.get("enable_prefix_caching") is None:
-        options = {**options, "enable_prefix_caching": workload.prefix_caching}
-    with Bench(source, options, progress) as bench:
-        warm_up(bench.engine, workload.requests)
-        numbers = itertools.count(1)
+    warm_up(bench.engine, workload.requests)
+    numbers = itertools.count(1)
 
-        def once() -> Run:
-            progress(f"{workload.name}: run {next(numbers)}")
-            return run_requests(bench.engine, workload.requests)
+    def once() -> Run:
+        bench.progress(f"{workload.name}: run {next(numbers)}")
+        return run_requests(bench.engine, workload.requests)
 
-        sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
-        report = bench.report(benchmark, sitting)
-        report |= {
-            "workload": workload.name,
-            "description": workload.description,
-            "requests": len(workload.requests),
-            "prompt_tokens": workload.prompt_tokens,
-            "output_tokens": workload.output_tokens,
-            "prefix_caching": options["enable_prefix_caching"],
-            **_figures(benchmark, sitting, bench),
-            "runs": [_run_part(sitting, index) for index in range(len(sitting.attempts))],
-        }
-        report["notes"] += cache_note(report["bytes_per_step"] or bench.limits.weight_bytes)
-        if not profile:
-            return report, None
-        progress(f"{workload.name}: run under the profiler")
-        steps = Profile()
-        with profiled(bench.engine) as backend:
-            run_requests(bench.engine, workload.requests, on_step=lambda step: steps.add(step, *backend.take()))
+    sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
+    report = bench.report(benchmark, sitting)
+    report |= {
+        "workload": workload.name,
+        "description": workload.description,
+        "requests": len(workload.requests),
+        "prompt_tokens": workload.prompt_tokens,
+        "output_tokens": workload.output_tokens,
+        "prefix_caching": bench.engine.block_manager.enable_prefix_caching,
+        **_figures(benchmark, sitting, bench),
+        "runs": [_run_part(sitting, index) for index in range(len(sitting.attempts))],
+    }
+    report["notes"] += cache_note(report["bytes_per_step"] or bench.limits.weight_bytes)
+    if not profile:
+        return report, None
+    bench.progress(f"{workload.name}: run under the profiler")
+    steps = Profile()
+    with profiled(bench.engine) as backend:
+        run_requests(bench.engine, workload.requests, on_step=lambda step: steps.add(step, *backend.take()))
     return {**report, "profile": steps.to_dict()}, steps
 
 
@@ -181,58 +174,42 @@ def step_cases(
     return cases
 
 
-def bench_step(
-    source: ModelSource,
-    options: Mapping[str, Any],
-    cases: Mapping[str, StepCase],
-    *,
-    rounds: int,
-    profile: bool,
-    progress: Progress,
-) -> tuple[Report, Profile | None]:
-    """The cases of `step_cases`, each as one step without a scheduler; the first is the headline. The pool is made to
-    fit.
-    """
-    fixed = {
-        "num_blocks": max(n * -(-size // options["block_size"]) for n, size, _ in cases.values()),
+def step_options(cases: Mapping[str, StepCase], block_size: int) -> dict[str, Any]:
+    """Keywords of `LLM` that make pool and buffers as large as the largest case needs."""
+    return {
+        "num_blocks": max(n * -(-size // block_size) for n, size, _ in cases.values()),
         "max_num_batched_tokens": max(n * queries for n, _, queries in cases.values()),
         "max_num_seqs": max(n for n, _, _ in cases.values()),
         "max_model_len": max(size for _, size, _ in cases.values()),
         "enable_prefix_caching": False,
     }
-    steps = Profile() if profile else None
-    with Bench(source, {**options, **fixed}, progress) as bench:
-        work: dict[str, StepWork] = {}
 
-        def once() -> dict[str, float]:
-            seconds = {}
-            for name, (count, size, queries) in cases.items():
-                progress(name)
-                with step_plan(bench.engine, sequences=count, context=size, queries=queries) as plan:
-                    work[name] = work_of(plan)
-                    seconds[name] = seconds_per_step(bench.engine, plan)
-            return seconds
 
-        once()  # buffers grow to their size
-        sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
-        if steps is not None:
-            name, (count, size, queries) = next(iter(cases.items()))
-            with (
-                step_plan(bench.engine, sequences=count, context=size, queries=queries) as plan,
-                profiled(bench.engine) as backend,
-            ):
-                for _ in range(PROFILED_STEPS):
-                    seconds = seconds_per_step(bench.engine, plan, least=0.0)
-                    steps.add(Step(seconds, seconds, work[name], prefill=queries > 1), *backend.take())
-        rows = []
-        for name, (count, _, queries) in cases.items():
-            seconds = sitting.median(lambda r: r[name])  # noqa: B023 - called here and now
-            nbytes, flops = bench.limits.step_bytes(work[name]), bench.limits.step_flops(work[name])
-            row = case_part(name, seconds, nbytes, flops, sitting.probe, bench.peak)
-            rows.append({**row, "tok_s": count * queries / seconds})
-        report = bench.report("step", sitting)
+def bench_step(
+    bench: Bench, cases: Mapping[str, StepCase], *, rounds: int, profile: bool
+) -> tuple[Report, Profile | None]:
+    """The cases of `step_cases`, each as one step without a scheduler; the first is the headline."""
+    work: dict[str, StepWork] = {}
+
+    def once() -> dict[str, float]:
+        seconds = {}
+        for name, (count, size, queries) in cases.items():
+            bench.progress(name)
+            with step_plan(bench.engine, sequences=count, context=size, queries=queries) as plan:
+                work[name] = work_of(plan)
+                seconds[name] = seconds_per_step(bench.engine, plan)
+        return seconds
+
+    once()  # buffers grow to their size
+    sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
+    rows = []
+    for name, (count, _, queries) in cases.items():
+        seconds = sitting.median(lambda r: r[name])  # noqa: B023 - called here and now
+        nbytes, flops = bench.limits.step_bytes(work[name]), bench.limits.step_flops(work[name])
+        row = case_part(name, seconds, nbytes, flops, sitting.probe, bench.peak)
+        rows.append({**row, "tok_s": count * queries / seconds})
     first = rows[0]
-    report |= {
+    report = bench.report("step", sitting) | {
         "headline": first["case"],
         "tok_s": first["tok_s"],
         "bytes_per_step": first["bytes"],
@@ -241,4 +218,20 @@ def bench_step(
         "cases": rows,
     }
     report["notes"] += cache_note(first["bytes"])
-    return (report, None) if steps is None else ({**report, "profile": steps.to_dict()}, steps)
+    if not profile:
+        return report, None
+    steps = _profile_step(bench, next(iter(cases.values())))
+    return {**report, "profile": steps.to_dict()}, steps
+
+
+def _profile_step(bench: Bench, case: StepCase) -> Profile:
+    sequences, context, queries = case
+    steps = Profile()
+    with (
+        step_plan(bench.engine, sequences=sequences, context=context, queries=queries) as plan,
+        profiled(bench.engine) as backend,
+    ):
+        for _ in range(PROFILED_STEPS):
+            seconds = seconds_per_step(bench.engine, plan, least=0.0)
+            steps.add(Step(seconds, seconds, work_of(plan), prefill=queries > 1), *backend.take())
+    return steps

@@ -42,7 +42,7 @@ PROFILE_FLAGS = (
     Flag("plot", Path, None, "Draw the profile to this file (.svg, .png, .pdf); needs matplotlib."),
 )
 Model = Annotated[
-    str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="[MODEL]")
+    str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="MODEL")
 ]
 WorkloadName = Annotated[
     str, typer.Option("--workload", help="W1 to W5, recipe (256 sequences), shared-prefix or long-prompt.")
@@ -132,6 +132,7 @@ def attention(
     cases = ATTENTION_CASES if sequences is None or context is None else ((sequences, context, queries),)
     with _session(bench) as progress:
         source = _source(model, llm, bench, default_shape=KERNEL_SHAPE)
+        _check_kernel_options(llm)
         report = bench_kernels("attention", source, llm, attention=cases, rounds=bench["rounds"], progress=progress)
     _finish(report, bench)
 
@@ -151,6 +152,7 @@ def linear(
 
     with _session(bench) as progress:
         source = _source(model, llm, bench, default_shape=KERNEL_SHAPE)
+        _check_kernel_options(llm)
         report = bench_kernels(
             "linear", source, llm, rows=rows or LINEAR_ROWS, rounds=bench["rounds"], progress=progress
         )
@@ -168,16 +170,17 @@ def step(
     prefill_tokens: Annotated[list[int] | None, typer.Option(help="Also prefill so many; may be repeated.")] = None,
 ) -> None:
     """Whole steps of the model, without a scheduler: decode with 1, 8 and 32 sequences, or as given."""
-    from minipaged.bench.run import bench_step, step_cases
+    from minipaged.bench.run import Bench, bench_step, step_cases, step_options
 
     with _session(bench) as progress:
         source = _source(model, llm, bench)
+        _check_kernel_options(llm)
         with usage_errors():
             counts = sequences or ([] if prefill_tokens else [1, 8, 32])
             cases = step_cases(source, sequences=counts, context=context, prefill=prefill_tokens or [])
-        report, profile = bench_step(
-            source, llm, cases, rounds=bench["rounds"], profile=_profile_wanted(bench), progress=progress
-        )
+            loaded = Bench(source, {**llm, **step_options(cases, llm["block_size"])}, progress)
+        with loaded:
+            report, profile = bench_step(loaded, cases, rounds=bench["rounds"], profile=_profile_wanted(bench))
     _finish(report, bench, profile)
 
 
@@ -199,21 +202,19 @@ def startup(llm: dict[str, Any], bench: dict[str, Any], model: Model = None) -> 
 def _run_workload(
     benchmark: str, workload: Workload, model: str | None, llm: dict[str, Any], bench: dict[str, Any]
 ) -> None:
-    from minipaged.bench.run import bench_workload, fitting
+    from minipaged.bench.run import Bench, bench_workload, fitting
 
     with _session(bench) as progress:
         source = _source(model, llm, bench)
         with usage_errors():
             workload = fitting(workload, source)
-        report, profile = bench_workload(
-            benchmark,
-            source,
-            workload,
-            llm,
-            rounds=bench["rounds"],
-            profile=_profile_wanted(bench),
-            progress=progress,
-        )
+            if llm["enable_prefix_caching"] is None:
+                llm["enable_prefix_caching"] = workload.prefix_caching
+            loaded = Bench(source, llm, progress)
+        with loaded:
+            report, profile = bench_workload(
+                benchmark, loaded, workload, rounds=bench["rounds"], profile=_profile_wanted(bench)
+            )
     _finish(report, bench, profile)
 
 
@@ -238,6 +239,19 @@ def _source(
         with usage_errors():
             return ModelSource.random(shape)
     return ModelSource.from_folder(resolve_model(model, revision))
+
+
+def _check_kernel_options(llm: dict[str, Any]) -> None:
+    """What `LLM` checks for the other benchmarks."""
+    from minipaged.model.dtypes import DTYPES
+    from minipaged.ops.registry import available_backends
+
+    if not 1 <= llm["block_size"] <= 256:
+        raise UsageError(f"--block-size must be from 1 to 256, got {llm['block_size']}")
+    if llm["dtype"] not in ("auto", *DTYPES):
+        raise UsageError(f"--dtype {llm['dtype']}: choose auto or one of {', '.join(DTYPES)}")
+    if llm["backend"] not in (None, *available_backends()):
+        raise UsageError(f"--backend {llm['backend']}: choose one of {', '.join(available_backends())}")
 
 
 def _profile_wanted(bench: dict[str, Any]) -> bool:

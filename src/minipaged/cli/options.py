@@ -36,11 +36,11 @@ class Flag:
         """The Typer parameter, in this panel of --help; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
-        hint = Annotated[
-            self.type if self.type is bool or self.default is not None else self.type | None,
-            typer.Option(decl, help=self.help, rich_help_panel=panel),
-        ]
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=hint)
+        kind = self.type if self.type is bool or self.default is not None else self.type | None
+        option = typer.Option(decl, help=self.help, rich_help_panel=panel)
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
+        )
 
 
 LLM_FLAGS = (
@@ -82,6 +82,8 @@ SAMPLING_FLAGS = (
 
 PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark"}
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
 COMMON_FLAGS = (
     Flag("log_level", str, "warning", "debug, info, warning or error."),
     Flag("debug", bool, False, "Show the traceback of an error."),
@@ -109,13 +111,15 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             level = given.pop("log_level").upper()
             with readable_errors(debug=given.pop("debug")):
                 with usage_errors():
+                    if level not in LOG_LEVELS:
+                        raise ValueError(f"log level {level.lower()!r} is unknown: debug, info, warning or error")
                     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 
         parameters = [*kept, *flags]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]  # Typer would look through it at the undecorated signature
+        del run.__wrapped__  # Typer would look through it at the undecorated signature
         return run  # type: ignore[return-value]
 
     return decorate

@@ -18,9 +18,7 @@ FLAGS = tuple(flag for flag in LLM_FLAGS if flag.name in ("device", "backend", "
 @with_flags(llm=FLAGS)
 def verify(
     llm: dict[str, Any],
-    model: Annotated[
-        str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="[MODEL]")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub model.")] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, or bfloat16 (judged by Hugging Face's own bfloat16 error).")

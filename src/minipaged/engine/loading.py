@@ -23,7 +23,7 @@ from minipaged.kv.address import num_logical_blocks
 from minipaged.model.chat_template import ChatTemplate
 from minipaged.model.hub import resolve_model
 from minipaged.model.tokenizer import Tokenizer
-from minipaged.threads import set_threads
+from minipaged.threads import available_processors, set_threads
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +75,8 @@ class LoadedEngine:
     source: ModelSource
     pool: PoolSize
     threads: int
+    backend_note: str
+    """Why this back end."""
     events: FanOut
     """Append a listener to follow the block manager's events."""
     close_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -85,8 +87,8 @@ class LoadedEngine:
         nbytes = sum(cache.nbytes for cache in self.caches)
         kind = str(self.model.dtype).removeprefix("torch.")
         lines = [
-            f"model {self.source.name}: {kind} on {self.model.device}, back end {self.model.backend.name}, "
-            f"{self.threads} threads",
+            f"model {self.source.name}: {kind} on {self.model.device}, back end {self.model.backend.name} "
+            f"({self.backend_note}), {self.threads} threads (of {available_processors()} processors)",
             f"KV pool {manager.num_physical_blocks} blocks of {manager.block_size} = "
             f"{manager.num_physical_blocks * manager.block_size} tokens, {nbytes / 2**30:.2f} GiB; "
             f"max_model_len {self.engine.max_model_len}",
@@ -104,7 +106,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
 
     from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
-    from minipaged.ops.registry import get_backend
+    from minipaged.ops.registry import backend_note, get_backend
 
     device = torch.device(_device(options.device))
     source = _source(options)
@@ -118,6 +120,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS
     )
     backend = get_backend(options.backend, device)
+    note = "asked for" if options.backend else backend_note(backend.name, device)
     model = Qwen3Model.load(
         config,
         source.tensors,
@@ -132,6 +135,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         block_size=options.block_size,
         available_bytes=_available_bytes(device, options.gpu_memory_utilization),
         model_max_len=config.max_context,
+        max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         num_blocks=options.num_blocks,
         kv_cache_memory=options.kv_cache_memory,
@@ -180,7 +184,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         tokenizer=tokenizer,
     )
     template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer and text_folder else None
-    loaded = LoadedEngine(engine, model, caches, tokenizer, template, source, pool, threads, events)
+    loaded = LoadedEngine(engine, model, caches, tokenizer, template, source, pool, threads, note, events)
     if options.kv_journal is not None:
         journal = Journal(options.kv_journal, pool.num_blocks, options.block_size, lambda: engine.num_steps)
         events.listeners.append(journal)

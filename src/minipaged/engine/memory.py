@@ -30,6 +30,7 @@ def size_pool(
     block_size: int,
     available_bytes: int,
     model_max_len: int,
+    max_num_seqs: int,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
@@ -37,10 +38,10 @@ def size_pool(
     """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
     take.
 
-    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never
-    written, so N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory
-    cannot hold one request of an explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the
-    pool, with a warning.
+    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
+    than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
+    requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory cannot hold one request of an
+    explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
     """
     for name, value in (
         ("num_blocks", num_blocks),
@@ -64,6 +65,8 @@ def size_pool(
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
     blocks = budget // block_bytes
+    if kv_cache_memory is None:
+        blocks = min(blocks, max(1, max_num_seqs * wanted_blocks))
     source = "kv_cache_memory" if kv_cache_memory is not None else "a quarter of the memory left"
     if blocks < 1:
         raise ValueError(

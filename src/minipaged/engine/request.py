@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
-from minipaged.engine.detokenizer import Detokenizer
+from minipaged.engine.detokenizer import Detokenizer, name_tokens
 from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minipaged.engine.sequence import Sequence
 
@@ -100,26 +100,29 @@ class Child(Sequence):
             self.request.num_unfinished -= 1
 
     def finish(self, reason: FinishReason, error: str | None) -> None:
-        """The text ends for a reason that is not in its tokens; what was held back of it (half a character, say) is let
-        go.
+        """The text ends for a reason that is not in its tokens.
+
+        What was held back of it (half a character, the beginning of a stop string) is let go on an abort. After an
+        error it is not: the tokenizer may be what failed.
         """
         self.finish_reason, self.error = reason, error
         self.request.num_unfinished -= 1
-        self.detokenizer.finish()
+        if reason != "error":
+            self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
         """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
         it.
         """
         return CompletionOutput(
-            self.index,
-            self.detokenizer.text,
-            self.token_ids[self.num_prompt_tokens :],
-            self.cumulative_logprob,
-            None if self.logprobs is None else self.logprobs[:],
-            self.finish_reason,
-            self.stop_reason,
-            self.error,
+            index=self.index,
+            text=self.detokenizer.text,
+            token_ids=self.token_ids[self.num_prompt_tokens :],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
         )
 
 
@@ -213,20 +216,18 @@ class Request:
 
     def with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         """Fill in what each token reads like."""
-        if self.tokenizer is not None:
-            for token_id, logprob in entry.items():
-                logprob.decoded_token = self.tokenizer.token_text(token_id)
+        name_tokens(entry, self.tokenizer)
         return entry
 
     def output(self) -> RequestOutput:
         """A snapshot of the whole request."""
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
             outputs=[child.output() for child in self.children],
             finished=self.finished,
-            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )

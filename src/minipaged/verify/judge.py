@@ -15,10 +15,11 @@ OP_TOLERANCE = 2e-4
 over the largest magnitude of that token's result. Summation order alone costs about 1e-6."""
 LOGIT_TOLERANCE = 3e-4
 """float32: the same figure for logits after all layers, where the differences of every layer have added up."""
+ROUNDING = 1e-6
+"""float32: error of what a layer hands on, relative to its RMS, that the order of summation alone explains."""
 NOISE_FACTOR = 8.0
-"""float32: logits may be this many times as far from Hugging Face's as Hugging Face's are from themselves, computed
-token by token and all at once. Counts for ill-conditioned models only, whose layers amplify the last bit of
-everything."""
+"""float32: logits may be this many times as far off as Hugging Face's get when each of its layers is shaken by
+`ROUNDING`. It counts for ill-conditioned models only, whose layers amplify the last bit of everything."""
 NEAR_TIE_MARGIN = 1e-3
 """float32: two engines may pick different tokens where Hugging Face's best two logits are at most this far apart."""
 BFLOAT16_RATIO = 1.5

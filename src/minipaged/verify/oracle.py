@@ -188,11 +188,33 @@ def greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> GreedyPath:
     return _path(prompt, tokens, rows)
 
 
-def follow(model: Any, path: GreedyPath) -> GreedyPath:
-    """The logits of another model (another precision) at the positions of `path`, its tokens forced."""
+def follow(model: Any, path: GreedyPath, *, jitter: float = 0.0) -> GreedyPath:
+    """The logits at the positions of `path`, its tokens forced, in one pass: of another precision or a shaken model.
+
+    jitter: standard deviation of random numbers added to what each layer hands on, relative to that token's RMS.
+    """
     ids = torch.tensor([path.prompt + path.tokens[:-1]])
-    logits = model(input_ids=ids, use_cache=False).logits[0].float()
+    with _shaken(model, jitter):
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()
     return _path(path.prompt, path.tokens, list(logits[len(path.prompt) - 1 :]))
+
+
+@contextmanager
+def _shaken(model: Any, jitter: float) -> Iterator[None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(_module: Any, _args: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        rms = hidden.pow(2).mean(-1, keepdim=True).sqrt()
+        hidden = hidden + jitter * rms * torch.randn(hidden.shape, generator=generator)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handles = [layer.register_forward_hook(shake) for layer in model.model.layers] if jitter else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _path(prompt: Sequence[int], tokens: list[int], rows: list[Tensor]) -> GreedyPath:

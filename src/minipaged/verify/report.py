@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from minipaged.verify.judge import LOGIT_TOLERANCE, NEAR_TIE_MARGIN, NOISE_FACTOR, OpResult, Path, Report
+from minipaged.verify.judge import LOGIT_TOLERANCE, NEAR_TIE_MARGIN, NOISE_FACTOR, ROUNDING, OpResult, Path, Report
 
 COLUMNS: dict[str, tuple[tuple[Path, ...] | None, tuple[str, ...]]] = {
     "Q/K/V": (None, ("input_norm", "q_proj", "k_proj", "v_proj")),
@@ -117,8 +117,8 @@ def _limit_note(report: Report) -> str:
     if report.errors_add_up or report.logits_limit == LOGIT_TOLERANCE:
         return ""
     return (
-        f" (up to {report.logits_limit:.1e} allowed: this model amplifies rounding, Hugging Face differs from itself "
-        f"by {report.logits_limit / NOISE_FACTOR:.1e})"
+        f" (up to {report.logits_limit:.1e} allowed: this model amplifies rounding, {ROUNDING:g} in each layer "
+        f"moves Hugging Face's own by {report.logits_limit / NOISE_FACTOR:.1e})"
     )
 
 
