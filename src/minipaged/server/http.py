@@ -21,6 +21,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+DISCARD = 8
+"""A body of up to so many times the limit is read to its end and thrown away, since a client that is still sending when
+the connection closes may never see the answer."""
 
 
 def encode(content: Any) -> bytes:
@@ -44,7 +47,7 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
         raise refused("Content-Type must be application/json in a request with an Origin")
     too_large = ApiError(413, f"the body must be at most {limit} bytes", headers={"Connection": "close"})
     announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > limit:
+    if announced.isdecimal() and int(announced) > DISCARD * limit:
         raise too_large
     chunks: list[bytes] = []
 
@@ -52,9 +55,12 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
         size = 0
         async for chunk in request.stream():
             size += len(chunk)
-            if size > limit:
-                raise too_large
-            chunks.append(chunk)
+            if size <= limit:
+                chunks.append(chunk)
+            elif size > DISCARD * limit:
+                break
+        if size > limit:
+            raise too_large
 
     try:
         await asyncio.wait_for(read(), timeout)

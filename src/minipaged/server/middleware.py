@@ -19,7 +19,7 @@ from minipaged.server.errors import CLIENT_GONE, ApiError, unexpected
 logger = logging.getLogger("minipaged.server.access")
 logger_of_faults = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"))
+OPEN_PATHS = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/openapi.json"))
 """Answered without a key, and while shutting down: they tell nothing about what users do, and cost nothing."""
 _SANE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

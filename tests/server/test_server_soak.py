@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from server_rig import wait_until
-from test_lifecycle import healthy, started
+from test_server_lifecycle import healthy, started
 
 CLIENTS = 8
 PARTS = 10  # with a pause after each, in which everything has to be idle
