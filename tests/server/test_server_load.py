@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -291,12 +292,12 @@ def test_malformed_http_is_refused_and_forgotten(stub: Rig, raw: bytes) -> None:
     sock = stub.connect()
     answer = b""
     try:
-        sock.sendall(raw)
-        sock.shutdown(socket.SHUT_WR)
-        while more := sock.recv(65536):
-            answer += more
-    except OSError as error:  # refused before we had said everything
-        assert not isinstance(error, TimeoutError)
+        with suppress(ConnectionError):  # refused before we had said everything
+            sock.sendall(raw)
+            while more := sock.recv(65536):
+                answer += more
+                if answer.startswith(b"HTTP/1.1 2"):
+                    break
     finally:
         sock.close()
     assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:100]

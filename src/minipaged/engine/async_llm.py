@@ -225,14 +225,21 @@ class AsyncLLM:
                         outputs = self.engine.drop_all(f"{type(error).__name__}: {error}")
                 finally:
                     self._step_started = None
-                for listener in self.step_listeners:
-                    listener(outputs)
+                self._tell(outputs)
                 self._deliver(outputs)
         except BaseException as error:
             logger.exception("the engine's thread ends")
             self.error = error
         finally:
             self._end()
+
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        """Whoever only watches cannot stop the engine."""
+        for listener in self.step_listeners:
+            try:
+                listener(outputs)
+            except Exception:
+                logger.exception("a step listener failed")
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Hand a step's outputs over, with one call into each event loop."""
