@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,12 @@ from minipaged.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from minipaged.engine.engine import Engine
     from minipaged.engine.outputs import RequestOutput
+    from minipaged.engine.request import Request
     from minipaged.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+FAILED_STEPS_AT_MOST = 3  # in a row: then the fault is in the engine and not in a request
 
 
 class EngineDeadError(RuntimeError):
@@ -84,6 +88,9 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._closing = False
         self._mailboxes: dict[str, Mailbox] = {}
+        self._step_started: float | None = None
+        self.step_listeners: list[Callable[[list[RequestOutput]], None]] = []
+        """Called in the engine's thread with the outputs of each step, before anybody else sees them."""
         self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
         self._thread.start()
 
@@ -104,28 +111,43 @@ class AsyncLLM:
         `break` once the generator is collected) aborts the request. ValueError as in `Engine.add_request`, at the first
         iteration; EngineDeadError if the engine's thread has ended. prompt_text: as in `Engine.prepare`.
         """
-        request = self.engine.prepare(
+        request = self.prepare(prompt, sampling_params, request_id, cache_salt=cache_salt, prompt_text=prompt_text)
+        with self.submit(request) as outputs:
+            async for output in outputs:
+                yield output
+
+    def prepare(
+        self,
+        prompt: str | Iterable[int],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        cache_salt: str | None = None,
+        prompt_text: str | None = None,
+    ) -> Request:
+        """Tokenise and check a request without any effect on the engine; any thread. Arguments and errors of
+        `generate`.
+        """
+        return self.engine.prepare(
             f"async-{next(self._numbers)}" if request_id is None else request_id,
             prompt,
             sampling_params or SamplingParams(),
             cache_salt=cache_salt,
             prompt_text=prompt_text,
         )
+
+    def submit(self, request: Request) -> OutputStream:
+        """Queue a prepared request, and read its outputs on the event loop that this is called on.
+
+        ValueError if its id is alive, EngineDeadError if the engine's thread has ended; both at once.
+        """
         mailbox = Mailbox()
         with self._wake:
             self._check_alive()
             self.engine.submit(request)  # before the mailbox: it raises if the id is alive
             self._mailboxes[request.request_id] = mailbox
             self._wake.notify()
-        finished = False
-        try:
-            while not finished:
-                output = await mailbox.get()
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self._abandon(request.request_id, mailbox)
+        return OutputStream(self, request, mailbox)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with the reason "abort". Unknown ids: nothing happens."""
@@ -139,6 +161,12 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """Whether the engine's thread is alive and takes requests."""
         return self._thread.is_alive() and not self._closing and self.error is None
+
+    @property
+    def step_seconds(self) -> float:
+        """For how long the current step has been running; 0.0 between steps."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
 
     def stats(self) -> EngineStats:
         """The engine's numbers, of this moment."""
@@ -177,18 +205,41 @@ class AsyncLLM:
 
     def _run(self) -> None:
         """The engine's thread."""
+        failed_steps = 0
         try:
             while True:
                 with self._wake:
                     self._wake.wait_for(lambda: self._closing or self.engine.has_unfinished())
                     if self._closing:
                         break
-                self._deliver(self.engine.step())
+                self._step_started = time.monotonic()
+                try:
+                    outputs = self.engine.step()
+                    failed_steps = 0
+                except Exception as error:
+                    failed_steps += 1
+                    if failed_steps == FAILED_STEPS_AT_MOST:
+                        raise
+                    logger.exception("a step failed outside of the forward pass: every live request ends")
+                    with self._wake:  # whoever is alive has a mailbox
+                        outputs = self.engine.drop_all(f"{type(error).__name__}: {error}")
+                finally:
+                    self._step_started = None
+                self._tell(outputs)
+                self._deliver(outputs)
         except BaseException as error:
             logger.exception("the engine's thread ends")
             self.error = error
         finally:
             self._end()
+
+    def _tell(self, outputs: list[RequestOutput]) -> None:
+        """Whoever only watches cannot stop the engine."""
+        for listener in self.step_listeners:
+            try:
+                listener(outputs)
+            except Exception:
+                logger.exception("a step listener failed")
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         """Hand a step's outputs over, with one call into each event loop."""
@@ -218,6 +269,41 @@ class AsyncLLM:
         finally:
             for hook in self._close_hooks:
                 hook()
+
+
+class OutputStream:
+    """The outputs of one submitted request, cumulative, until one has `finished` True. Belongs to one event loop.
+
+    Use it in a `with` block, or call `close`: a reader that leaves early thereby aborts the request.
+    """
+
+    def __init__(self, llm: AsyncLLM, request: Request, mailbox: Mailbox) -> None:
+        self.request = request
+        self._llm = llm
+        self._mailbox = mailbox
+        self._over = False
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._over:
+            raise StopAsyncIteration
+        output = await self._mailbox.get()
+        self._over = output.finished
+        return output
+
+    def close(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._over:
+            self._over = True
+            self._llm._abandon(self.request.request_id, self._mailbox)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _post(loop: asyncio.AbstractEventLoop, letters: Iterable[tuple[Mailbox, RequestOutput | BaseException]]) -> None:

@@ -70,6 +70,8 @@ class Engine:
         self.batch_invariant = config.batch_invariant
         """Logits are bit-identical whatever else is in the batch."""
         self.num_steps = 0
+        self.num_computed_tokens = 0
+        """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
         self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
         self._lock = threading.Lock()
@@ -247,6 +249,7 @@ class Engine:
             for row in plan.rows:
                 self._end(_request(row), "error", f"{type(error).__name__}: {error}", touched)
             return
+        self.num_computed_tokens += plan.num_tokens
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
             request = _request(row)
@@ -335,10 +338,12 @@ class Engine:
         if not request.finished:
             self._end(request, "abort", None, {})
 
-    def drop_all(self) -> None:
-        """`drop` every live request."""
+    def drop_all(self, error: str | None = None) -> list[RequestOutput]:
+        """`drop` every live request, with the reason "error" if there is one; returns their last outputs."""
+        ended: dict[Request, None] = {}
         for request in list(self._live.values()):
-            self.drop(request)
+            self._end(request, "abort" if error is None else "error", error, ended)
+        return [request.output() for request in ended]
 
     # ---- numbers
 

@@ -1,0 +1,80 @@
+"""`minipaged serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minipaged.cli.options import LLM_FLAGS, PANELS, Flag, usage_errors, with_flags
+
+EXAMPLE = "Example:  minipaged serve Qwen/Qwen3-0.6B --port 8000 --api-key secret"
+KEYS_VARIABLE = "MINIPAGED_API_KEY"
+
+SERVER_FLAGS = (
+    Flag("max_queued_requests", int, 512, "Sequences that may wait (n = 3 counts 3); more are answered with 429."),
+    Flag("max_body_bytes", int, 4 << 20, "Largest body of a request."),
+    Flag("step_timeout", float, 300.0, "Seconds after which a running step makes /health answer 503."),
+    Flag("shutdown_timeout", float, 30.0, "Seconds that requests in flight get after SIGTERM."),
+)
+PANELS.setdefault("server", "Limits of the server")
+
+
+@with_flags(llm=LLM_FLAGS, server=SERVER_FLAGS)
+def serve(
+    llm: dict[str, Any],
+    server: dict[str, Any],
+    model: Annotated[
+        str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="[MODEL]")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 = every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 = any free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model; may be repeated.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Key that clients must send; may be repeated. Or {KEYS_VARIABLE}, comma-separated."),
+    ] = None,
+) -> None:
+    """Serve a Qwen3 model over HTTP, compatible with OpenAI's API."""
+    from minipaged.engine.async_llm import AsyncLLM
+    from minipaged.server import ServerSettings, create_app
+    from minipaged.server.lifecycle import listen, run
+    from minipaged.server.logs import use_json
+
+    with usage_errors():
+        settings = ServerSettings(
+            served_model_names=tuple(served_model_name or [model_name(model)]),
+            api_keys=tuple(api_key or keys_from(os.environ.get(KEYS_VARIABLE, ""))),
+            **server,
+        )
+    sock = listen(host, port)  # before the model is loaded: a port in use is known at once
+    try:
+        with usage_errors():
+            engine = AsyncLLM(model, **llm)
+    except BaseException:
+        sock.close()
+        raise
+    use_json()
+    typer.echo(engine.loaded.summary(), err=True)
+    address, bound_port = sock.getsockname()[:2]
+    shown = f"[{address}]" if ":" in address else address
+    typer.echo(f"serving {settings.served_model_names[0]!r} on http://{shown}:{bound_port}/v1", err=True)
+    if not settings.api_keys and address not in ("127.0.0.1", "::1"):
+        typer.echo("warning: everybody on this network may use it; see --api-key", err=True)
+    run(create_app(engine, settings), sock)
+
+
+def model_name(model: str | None) -> str:
+    """What clients call the model if nobody says: the Hub id, or a folder's name."""
+    if model is None:
+        return "minipaged-demo"
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def keys_from(variable: str) -> list[str]:
+    """Keys in an environment variable, separated by commas."""
+    return [key.strip() for key in variable.split(",") if key.strip()]

@@ -1,0 +1,71 @@
+"""From the fields of a body to `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from minipaged.engine.sampling_params import SamplingParams
+from minipaged.server.errors import refused
+
+if TYPE_CHECKING:
+    from minipaged.server.protocol import GenerationBody
+
+SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "priority",
+)
+
+
+def sampling_params(
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+    token_mask: Callable[[list[int]], Any] | None = None,
+) -> SamplingParams:
+    """The parameters that `body` asks for; what it leaves out, or null, is the model's or the neutral value.
+
+    ValueError names the field that is out of range.
+    """
+    fields = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
+    return SamplingParams(
+        **fields,
+        logit_bias=_logit_bias(body.logit_bias),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        token_mask=token_mask,
+    )
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON has strings as keys only."""
+    if given is None:
+        return None
+    for key in given:
+        if not (key.isascii() and key.isdigit()):
+            raise refused(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
+    return {int(key): value for key, value in given.items()}
+
+
+def checked_logprobs(name: str, value: int | None, limit: int) -> int | None:
+    """A number of alternatives per token. 400 outside 0..limit."""
+    if value is not None and not 0 <= value <= limit:
+        raise refused(f"{name} must be from 0 to {limit}, got {value}", name)
+    return value

@@ -1,0 +1,42 @@
+"""The OpenAPI description, and two minutes of requests that schemathesis makes from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_rig import Rig, stub_rig
+
+
+def test_the_schema_describes_what_there_is(stub: Rig) -> None:
+    schema = stub.http.get("/openapi.json").json()
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/ready",
+            "/version", "/metrics", "/"} <= set(schema["paths"])  # fmt: skip
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in body["required"]
+    assert {"chat_template_kwargs", "max_completion_tokens", "guided_regex", "cache_salt"} <= set(body["properties"])
+    assert "$ref" not in str(body)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_schemathesis(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """MINIPAGED_SCHEMA_SECONDS (default 120) of generated requests, good and bad: no 5xx, only documented answers."""
+    seconds = int(os.environ.get("MINIPAGED_SCHEMA_SECONDS", "120"))
+    with stub_rig(tokenizer_folder, engine={"max_model_len": 200}) as rig:
+        command = [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{rig.url}/openapi.json"),
+            *("--max-time", str(seconds), "--max-examples", "100000", "--workers", "1", "--no-color"),
+            *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
+            *("--phases", "coverage,fuzzing"),
+        ]
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=seconds + 200
+        )
+        assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+        rig.wait_idle()
+        assert rig.runner.steps > 100, "it got as far as the engine"
+        assert rig.http.get("/health").status_code == 200
