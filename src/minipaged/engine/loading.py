@@ -102,7 +102,6 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     """
     _check(options)
     threads = set_threads(options.threads)  # before the first tensor operation
-    import torch
 
     from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
