@@ -46,8 +46,8 @@ class LLM:
     8192).
     enable_prefix_caching: reuse the K/V of common beginnings. eviction_policy: "lru", "lfu" or an `EvictionPolicy`.
     scheduling_policy: "fcfs" or "priority". seed: for requests that bring none of their own.
-    threads: compute threads of the process; None = what affinity and the control group's quota allow. Only the first
-    value counts.
+    threads: compute threads of the process; None = what affinity and the control group's quota allow, or fewer if
+    OMP_NUM_THREADS says so. Only the first value counts.
     check_invariants: check the block manager after every step (slow). kv_journal: a file for its events, one JSON
     object per line.
 

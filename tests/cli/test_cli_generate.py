@@ -72,6 +72,7 @@ def test_the_same_seed_gives_the_same_text_and_another_one_does_not() -> None:
         (["generate", "hi", "--log-level", "loud"], 2, "log"),
         (["generate", "hi", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["generate", "hi", "--backend", "abacus"], 2, "abacus"),
+        (["generate", "hi", "--device", "cuda:99"], 2, "device"),
     ],
 )
 def test_errors_are_short_and_have_the_right_status(arguments: list[str], status: int, said: str) -> None:

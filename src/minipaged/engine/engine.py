@@ -178,7 +178,7 @@ class Engine:
         pool_tokens = manager.num_physical_blocks * manager.block_size
         room = min(self.max_model_len, pool_tokens + 1) - prompt_len
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
-        if prompt_len + max_tokens > self.max_model_len:
+        if self.config.max_model_len is not None and prompt_len + max_tokens > self.max_model_len:
             raise RequestTooLargeError(
                 f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
                 f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"

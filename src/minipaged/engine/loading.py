@@ -102,13 +102,12 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     """
     _check(options)
     threads = set_threads(options.threads)  # before the first tensor operation
-    import torch
 
     from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
     from minipaged.ops.registry import backend_note, get_backend
 
-    device = torch.device(_device(options.device))
+    device = _device(options.device)
     source = _source(options)
     config = source.config
     tokenizer, text_folder = _tokenizer(options, source.folder)
@@ -199,10 +198,14 @@ def _check(options: EngineOptions) -> None:
         value: Any = getattr(options, name)
         if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
-    if not 0.0 < options.gpu_memory_utilization <= 1.0:
-        raise ValueError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization!r}"
-        )
+    share: Any = options.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        raise ValueError(f"gpu_memory_utilization must be a number above 0 and at most 1, got {share!r}")
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int):
+        raise ValueError(f"seed must be an integer, got {options.seed!r}")
+    for name in ("enable_prefix_caching", "check_invariants"):
+        if not isinstance(getattr(options, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}")
     EngineConfig(scheduling_policy=options.scheduling_policy)
 
 
@@ -214,12 +217,22 @@ def _source(options: EngineOptions) -> ModelSource:
     return ModelSource.from_folder(resolve_model(options.model, options.revision))
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: str) -> torch.device:
+    """The device that `device` names. ValueError if there is no such device here."""
     import torch
 
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError):  # torch's list of names holds many that no back end here runs on
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {wanted!r}")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"device = {wanted!r}, but PyTorch sees {count} CUDA devices here: choose 'auto' or 'cpu'")
+    return device
 
 
 def _tokenizer(options: EngineOptions, folder: Path | None) -> tuple[Tokenizer | None, Path | None]:
