@@ -217,7 +217,10 @@ class AsyncLLM:
             self.engine.drop_all()
         finally:
             for hook in self._close_hooks:
-                hook()
+                try:
+                    hook()
+                except Exception:  # nobody would see it: this is the end of a thread
+                    logger.exception("closing the engine")
 
 
 def _post(loop: asyncio.AbstractEventLoop, letters: Iterable[tuple[Mailbox, RequestOutput | BaseException]]) -> None:
