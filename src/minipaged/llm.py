@@ -62,7 +62,7 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         backend: str | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,

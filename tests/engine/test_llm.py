@@ -503,3 +503,29 @@ def test_what_is_no_prompt(tiny_folder: Path, prompt: object) -> None:
 def test_what_are_no_sampling_params(tiny_folder: Path, params: object) -> None:
     with load(tiny_folder) as llm, pytest.raises((TypeError, ValueError), match="sampling_params"):
         llm.generate([1, 2], params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_model_len", -1),
+        ("max_model_len", "x"),
+        ("num_blocks", 10**30),
+        ("seed", "x"),
+        ("gpu_memory_utilization", "x"),
+        ("device", "mps"),
+        ("device", None),
+        ("model", ""),
+        ("tokenizer", 5),
+        ("kv_journal", ""),
+    ],
+)
+def test_options_that_make_no_sense_are_named(tiny_folder: Path, option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=option):
+        LLM(**{"model": tiny_folder, option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_blocks", 1 << 45), ("max_num_batched_tokens", 1 << 45)])
+def test_what_memory_cannot_hold_names_the_option(tiny_folder: Path, option: str, value: int) -> None:
+    with pytest.raises(MemoryError, match=option):
+        LLM(tiny_folder, **{option: value})

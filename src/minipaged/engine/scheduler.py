@@ -107,9 +107,7 @@ class Scheduler:
         else:
             if child.state is ChildState.WAITING:
                 self.waiting.remove(child)
-            self._on_release(
-                child.sequence_id
-            )  # a sibling may have been sampled before its fork
+            self._on_release(child.sequence_id)  # a sibling may have been sampled before its fork
         child.state = ChildState.FINISHED
         child.waits_for = None
 
