@@ -245,7 +245,7 @@ class LLM:
         with _Bar(len(requests), use_tqdm) as bar, _Live(self, requests):
             while len(results) < len(requests):
                 for request in requests:
-                    output = self._take(request)
+                    output = None if request.request_id in results else self._take(request)
                     if output is not None and output.finished:
                         results[request.request_id] = output
                         bar(output)
@@ -271,6 +271,8 @@ class LLM:
             if request.request_id not in self._news:
                 raise RuntimeError("this LLM was closed while a request was running")
             output, self._news[request.request_id] = self._news[request.request_id], None
+            if output is None and request.finished:  # Ctrl-C in another thread's step lost what it would have said
+                return request.output()
             return output
 
     def _step(self) -> None:

@@ -529,3 +529,21 @@ def test_options_that_make_no_sense_are_named(tiny_folder: Path, option: str, va
 def test_what_memory_cannot_hold_names_the_option(tiny_folder: Path, option: str, value: int) -> None:
     with pytest.raises(MemoryError, match=option):
         LLM(tiny_folder, **{option: value})
+
+
+def test_an_end_that_nobody_was_told_of(tiny_folder: Path) -> None:
+    """A step that ends requests of two threads and is then interrupted: the other thread does not wait for ever."""
+    with load(tiny_folder) as llm:
+        [expected] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        step = llm.engine.step
+
+        def interrupted() -> list[RequestOutput]:
+            if any(output.finished for output in step()):
+                llm.engine.step = step  # type: ignore[method-assign]
+            return []
+
+        llm.engine.step = interrupted  # type: ignore[method-assign]
+        [output] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        assert output.finished
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert is_idle(llm)
