@@ -68,13 +68,12 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         messages: dicts with "role" and "content" (or dataclasses, pydantic models); keys whose value is None are
-        dropped. A content that is a list of text parts is joined with newlines for a template that reads strings only;
-        Qwen3's would leave it out. tools: JSON schemas. template: the name of a template, or a template's text; None =
-        "tool_use" with tools if there is one, else "default". continue_final_message: the text ends where the last
-        message's content does, for the model to go on with it; it excludes `add_generation_prompt`. variables: whatever
-        else the template
-        reads, such as Qwen3's `enable_thinking`. ValueError for an empty conversation, a template that does not exist,
-        and whatever goes wrong in the template, with its message.
+        dropped. A content that is a list of text parts is joined with newlines for a template that reads strings
+        only; Qwen3's would leave it out. tools: JSON schemas. template: the name of a template, or a template's text;
+        None = "tool_use" with tools if there is one, else "default". continue_final_message: the text ends where the
+        last message's content does, for the model to go on with it; it excludes `add_generation_prompt`. variables:
+        whatever else the template reads, such as Qwen3's `enable_thinking`. ValueError for an empty conversation, a
+        template that does not exist, and whatever goes wrong in the template, with its message.
         """
         import jinja2
 
