@@ -116,8 +116,8 @@ def test_the_drawing_shows_owners_sharing_and_partial_blocks() -> None:
 
 def test_a_device_that_is_not_there_is_one_line() -> None:
     done = run("generate", "hi", "--device", "cuda:99")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: device = 'cuda:99' is not there")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: device = 'cuda:99', but PyTorch sees")
     assert "Traceback" not in done.stderr
 
 

@@ -14,7 +14,7 @@ from minipaged.errors import RequestTooLargeError
 def test_what_never_fits_is_refused_and_the_next_request_runs() -> None:
     """C03: nobody waits behind a request that can never run."""
     stub = StubEngine(50, 16)
-    with pytest.raises(RequestTooLargeError, match=r"900 prompt tokens.*max_model_len = 801"):
+    with pytest.raises(RequestTooLargeError, match=r"context length exceeded: 900 prompt tokens.*the pool has 50"):
         stub.add("A", [1] * 900)
     with pytest.raises(RequestTooLargeError, match="790 prompt tokens"):
         stub.add("A2", [1] * 790, max_tokens=100)

@@ -199,8 +199,9 @@ class Engine:
         needed = -(-(prompt_len + max_tokens - 1) // manager.block_size)
         if needed > manager.num_physical_blocks:
             raise RequestTooLargeError(
-                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size}, "
-                f"the pool has {manager.num_physical_blocks}: lower max_tokens, raise num_blocks or kv_cache_memory"
+                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of "
+                f"{manager.block_size}, the pool has {manager.num_physical_blocks}: lower max_tokens, raise num_blocks "
+                "or kv_cache_memory"
             )
         return params.resolve(self.config.generation_defaults, max_tokens)
 

@@ -219,7 +219,7 @@ def _check(options: EngineOptions) -> None:
     """What can be refused before anything is loaded."""
     for name, optional in _SIZES.items():
         value: Any = getattr(options, name)
-        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
             raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
         if value is not None and value > _LARGEST_SIZE:
             raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
