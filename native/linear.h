@@ -81,6 +81,10 @@ inline void finish(const mp_linear* a, const float* sums, int64_t first_row, int
     }
 }
 
+// Bytes between fetching a panel into L2 and reading it. Measured on Zen 4 with 8 rows: 4 KiB 15 % slower, 16 and 32 KiB
+// no better.
+constexpr int64_t FETCH_DISTANCE = 8192;
+
 template <class T>
 int linear(const mp_linear* a) {
     if (a->rows == 0) return MP_OK;
@@ -100,12 +104,11 @@ int linear(const mp_linear* a) {
         if (!x) return MP_OUT_OF_MEMORY;
     }
 
-    // A task is some panels for all rows. Several panels let each block of rows be used again while it is in L1; weights
-    // then stay in L2 (1 MiB on current servers, half of it for the task). Small tasks keep the threads level.
+    // A task is some panels for all rows. Where the rows do not fit into L2 (1 MiB on current servers), several panels
+    // let each block of rows be used again while it is in L1. Small tasks keep the threads level.
     const int64_t all_panels = panels(w);
-    int64_t group = blocks > 1 ? max_of<int64_t>(1, 384 * 1024 / panel_bytes) : 1;
+    int64_t group = rows * x_stride > 256 * 1024 && blocks > 1 ? 256 * 1024 / panel_bytes : 1;
     group = max_of<int64_t>(1, min_of(group, all_panels / (4 * a->threads)));
-    const int64_t tasks = ceil_div(all_panels, group);
     int64_t next = 0;
 
 #pragma omp parallel num_threads(a->threads)
@@ -122,17 +125,22 @@ int linear(const mp_linear* a) {
             }
         }
         alignas(64) float sums[MAX_ROWS * PANEL];
-        for (;;) {
-            const int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-            if (task >= tasks) break;
-            const int64_t end = min_of(all_panels, (task + 1) * group);
+        auto take = [&] { return min_of(all_panels, group * __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)); };
+        // What is read next is fetched into L2 meanwhile, across tasks: each thread knows its next one in advance.
+        for (int64_t task = take(), following; task < all_panels; task = following) {
+            following = take();
+            const int64_t end = min_of(all_panels, task + group);
             for (int64_t b = 0; b < blocks; b++) {
                 const int64_t first = b * block, n = min_of(block, rows - first);
-                for (int64_t p = task * group; p < end; p++) {
+                for (int64_t p = task; p < end; p++) {
                     const uint32_t* tile = (const uint32_t*)w.data + p * panel_words;
                     const Product job = {x + first * x_stride, x_stride, tile, PANEL, words, sums, PANEL, SET, nullptr};
-                    if (b == 0 && rows >= 3) {
-                        TileAhead ahead = {(const char*)tile + 4096};
+                    if (rows >= 3) {
+                        const char* here = (const char*)tile;
+                        const char* soon = following < all_panels ? (const char*)w.data + following * panel_bytes : here;
+                        TileAhead ahead = {here + FETCH_DISTANCE, here + panel_bytes, soon, 64};
+                        if (blocks > 1)  // each call brings its share of the next task
+                            ahead = {soon + (b * group + p - task) * panel_bytes / blocks, nullptr, nullptr, ceil_div(64, blocks)};
                         product_chains<T, 2>((int)n, job, ahead);
                     } else {  // for 1 or 2 rows the hardware does it best
                         NothingAhead nothing;

@@ -43,9 +43,13 @@ struct Product {
 struct NothingAhead {
     void step() {}
 };
-struct TileAhead {  // two lines, so as fast as 32 columns are read
-    const char* line;
-    void step() { prefetch_l2(line), prefetch_l2(line + 64), line += 128; }
+struct TileAhead {  // `half` = 64: two lines, as fast as 32 columns are read; less for blocks of rows that share the work
+    const char *line, *end, *next;  // goes on at `next` once it has reached `end`, if that is not null
+    int64_t half;
+    void step() {
+        prefetch_l2(line), prefetch_l2(line + half), line += 2 * half;
+        if (line == end) line = next;
+    }
 };
 
 template <class T, int R, int V, class Ahead>

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from numbers import Integral
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,8 +46,8 @@ class LLM:
     8192).
     enable_prefix_caching: reuse the K/V of common beginnings. eviction_policy: "lru", "lfu" or an `EvictionPolicy`.
     scheduling_policy: "fcfs" or "priority". seed: for requests that bring none of their own.
-    threads: compute threads of the process; None = what affinity and the control group's quota allow. Only the first
-    value counts.
+    threads: compute threads of the process; None = what affinity and the control group's quota allow, or fewer if
+    OMP_NUM_THREADS says so. Only the first value counts.
     check_invariants: check the block manager after every step (slow). kv_journal: a file for its events, one JSON
     object per line.
 
@@ -62,7 +62,7 @@ class LLM:
         tokenizer: str | Path | Tokenizer | None = None,
         revision: str | None = None,
         dtype: str | torch.dtype = "auto",
-        device: str = "auto",
+        device: str | torch.device = "auto",
         backend: str | None = None,
         block_size: int = 16,
         num_blocks: int | None = None,
@@ -245,7 +245,7 @@ class LLM:
         with _Bar(len(requests), use_tqdm) as bar, _Live(self, requests):
             while len(results) < len(requests):
                 for request in requests:
-                    output = self._take(request)
+                    output = None if request.request_id in results else self._take(request)
                     if output is not None and output.finished:
                         results[request.request_id] = output
                         bar(output)
@@ -271,6 +271,8 @@ class LLM:
             if request.request_id not in self._news:
                 raise RuntimeError("this LLM was closed while a request was running")
             output, self._news[request.request_id] = self._news[request.request_id], None
+            if output is None and request.finished:  # Ctrl-C in another thread's step lost what it would have said
+                return request.output()
             return output
 
     def _step(self) -> None:
@@ -357,16 +359,23 @@ def _listed(prompts: Any) -> list[Any]:
     """One prompt as a list of one. A list of integers is a single prompt."""
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
+        return [prompts]  # the engine says what is wrong with all but a string
     prompts = list(prompts)
-    return [prompts] if prompts and all(isinstance(item, Integral) for item in prompts) else prompts
+    return [prompts] if prompts and not isinstance(prompts[0], str) and all(map(_is_token, prompts)) else prompts
+
+
+def _is_token(item: object) -> bool:
+    """A number, of whatever kind: the engine says so if it is no token id."""
+    return isinstance(item, Number) or getattr(item, "ndim", None) == 0
 
 
 def _paired(prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[tuple[Any, Any]]:
     """Each prompt with its sampling parameters."""
     if params is None or isinstance(params, SamplingParams):
         return [(prompt, params) for prompt in prompts]
+    if isinstance(params, Mapping) or not isinstance(params, Sequence):
+        raise TypeError(f"sampling_params must be a SamplingParams or a list with one per prompt, got {params!r}")
     if len(params) != len(prompts):
         raise ValueError(
             f"sampling_params: {len(params)} of them for {len(prompts)} prompts; give one for all or one for each"

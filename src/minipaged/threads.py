@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -35,12 +36,17 @@ def default_threads(proc: Path = cgroup.PROC, root: Path = cgroup.CGROUP) -> int
     return max(1, affinity if quota is None else min(affinity, math.floor(quota)))
 
 
+def openmp_threads() -> int | None:
+    """What OMP_NUM_THREADS asks for (a list gives the outermost level first), None if it holds no such number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
 def set_threads(threads: int | None = None) -> int:
     """Fix the number of compute threads of this process and return it; the first call decides.
 
-    threads: what the user wants, at least 1; None = `default_threads()`, or what is set already. A later, different
-    number only
-    warns: the thread pool is shared by everything in the process.
+    threads: what the user wants, at least 1; None = what is set already, else `default_threads()`, or OMP_NUM_THREADS
+    if that is less. A later, different number only warns: the thread pool is shared by everything in the process.
     """
     global _chosen  # noqa: PLW0603 - the thread count is the process's, not an engine's
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
@@ -54,7 +60,7 @@ def set_threads(threads: int | None = None) -> int:
             return _chosen
         import torch
 
-        _chosen = threads or default_threads()
+        _chosen = threads or min(default_threads(), openmp_threads() or sys.maxsize)
         torch.set_num_threads(_chosen)
         logger.info("computing with %d threads", _chosen)
         return _chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -72,6 +73,7 @@ def test_the_same_seed_gives_the_same_text_and_another_one_does_not() -> None:
         (["generate", "hi", "--log-level", "loud"], 2, "log"),
         (["generate", "hi", "--model", "./no-such-folder"], 1, "no-such-folder"),
         (["generate", "hi", "--backend", "abacus"], 2, "abacus"),
+        (["generate", "hi", "--device", "cuda:99"], 2, "device"),
     ],
 )
 def test_errors_are_short_and_have_the_right_status(arguments: list[str], status: int, said: str) -> None:
@@ -110,3 +112,32 @@ def test_the_drawing_shows_owners_sharing_and_partial_blocks() -> None:
     assert "5:4 2:3" in drawn  # sequence 0: block 2 is partial
     assert drawn.count("1*:4 7*:4 9*:4") == 2  # sequences 1 and 2 share
     assert " 0." in drawn  # free
+
+
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    done = run("generate", "hi", "--device", "cuda:99")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: device = 'cuda:99' is not there")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_error_message() -> None:
+    """`minipaged generate ... | head -c 1`: the pipe breaks in the middle of the text."""
+    command = f"{sys.executable} -m minipaged generate ROMEO: --max-tokens 60 --ignore-eos --num-blocks 8 | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240, check=False)
+    assert len(done.stdout) == 1
+    assert "error" not in done.stderr
+    assert "Broken pipe" not in done.stderr
+
+
+def test_ctrl_c_shows_what_there_is_and_is_no_success() -> None:
+    command = [sys.executable, "-u", "-m", "minipaged", "generate", "ROMEO:", "--ignore-eos", "--max-tokens", "500"]
+    with subprocess.Popen([*command, "--block-size", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read().decode()
+        assert process.wait(60) == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "generated tokens" in errors

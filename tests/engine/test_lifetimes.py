@@ -13,6 +13,7 @@ from minipaged.engine.engine import Engine
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
 from minipaged.engine.request import Child
 from minipaged.engine.sampling_params import SamplingParams
+from minipaged.errors import RequestTooLargeError
 from minipaged.kv import KVBlockManager
 
 
@@ -366,3 +367,14 @@ def test_random_requests_without_a_seed_differ_and_engines_repeat() -> None:
         texts.append([tuple(stub.tokens(f"r{number}")) for number in range(3)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 3
+
+
+def test_a_request_larger_than_the_pool_is_told_to_raise_the_pool() -> None:
+    """C03: without a `max_model_len` the pool is the only limit, so the message names the options that move it."""
+    stub = StubEngine(num_blocks=4, block_size=4)
+    with pytest.raises(RequestTooLargeError, match="num_blocks") as caught:
+        stub.add("a", [1] * 14, max_tokens=4)
+    assert "max_model_len" not in str(caught.value)
+    assert not stub.engine.has_unfinished()
+    stub.add("fits", [1] * 14, max_tokens=3)  # the last token is never written: 17 tokens in 16 slots
+    assert len(stub.run()["fits"].outputs[0].token_ids) == 3

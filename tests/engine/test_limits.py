@@ -118,6 +118,25 @@ print(set_threads())
     assert run_python(code) == "1"
 
 
+@pytest.mark.parametrize(
+    ("wish", "count"), [("1", 1), (" 1 ,4", 1), ("5", 2), ("0", 2), ("-1", 2), ("many", 2), ("", 2)]
+)
+def test_the_users_environment_may_ask_for_fewer(wish: str, count: int) -> None:
+    """C50: the user's value wins, also where it comes as OMP_NUM_THREADS; never more than the container's processors,
+    and the keyword wins over both.
+    """
+    code = f"""
+import os
+os.environ["OMP_NUM_THREADS"] = {wish!r}
+from minipaged import threads
+threads.default_threads = lambda: 2
+print(threads.set_threads())
+"""
+    assert run_python(code) == str(count)
+    keyword = code.replace("set_threads()", "set_threads(3)")
+    assert run_python(keyword) == "3"
+
+
 def sized(**options: object):
     return size_pool(
         **{

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
+import os
 import threading
 import warnings
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -375,6 +378,13 @@ def test_sizing(tiny_folder: Path) -> None:
         ("max_num_batched_tokens", 0),
         ("max_model_len", 513),
         ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", "0.9"),
+        ("enable_prefix_caching", "no"),
+        ("check_invariants", 3),
+        ("seed", 1.5),
+        ("device", "tpu"),
+        ("device", "mps"),
+        ("device", "cuda:99"),
         ("scheduling_policy", "random"),
         ("eviction_policy", "mru"),
         ("threads", 0),
@@ -392,3 +402,155 @@ def test_outputs_are_request_outputs(bare: LLM) -> None:
     assert isinstance(output, RequestOutput)
     assert output.metrics.finished_time >= output.metrics.first_token_time >= output.metrics.arrival_time
     assert output.num_cached_tokens == 0
+
+
+def forgotten_stream(llm: LLM) -> None:
+    """A stream that has begun and that only the cycle collector can find."""
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    cycle: list[object] = [stream]
+    cycle.append(cycle)
+
+
+@pytest.mark.parametrize("where", ["while scheduling", "while sampling"])
+def test_a_stream_collected_in_the_middle_of_a_step(tiny_folder: Path, where: str) -> None:
+    """The garbage collector may close a forgotten stream anywhere: the step in progress keeps its plan, nobody else
+    notices, and the blocks come back with the next step.
+    """
+    with load(tiny_folder) as llm:
+        [expected] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        gc.disable()
+        try:
+            forgotten_stream(llm)
+            if where == "while scheduling":
+                llm.loaded.events.listeners.append(lambda _: gc.collect() * 0)
+                params = GREEDY
+            else:
+                params = replace(GREEDY, token_mask=lambda _: None if gc.collect() >= 0 else [False])
+            [output] = llm.generate([4, 5, 6], params, use_tqdm=False)
+        finally:
+            gc.enable()
+        assert output.outputs[0].error is None
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert is_idle(llm)
+
+
+def test_a_callback_that_generates_fails_its_own_request(tiny_folder: Path) -> None:
+    with load(tiny_folder) as llm:
+        inner = replace(GREEDY, token_mask=lambda _: llm.generate([1], GREEDY, use_tqdm=False) and None)
+        outputs = llm.generate([[4, 5], [6, 7]], [inner, GREEDY], use_tqdm=False)
+        assert outputs[0].outputs[0].finish_reason == "error"
+        assert "callbacks must not generate" in str(outputs[0].outputs[0].error)
+        assert outputs[1].outputs[0].finish_reason == "length"
+        assert is_idle(llm)
+
+
+def test_siblings_that_end_at_once_leave_no_token_counts(tiny_folder: Path) -> None:
+    """n texts are sampled before their fork; one whose first token is its last never holds a block."""
+    with load(tiny_folder) as llm:
+        params = SamplingParams(n=3, max_tokens=1, temperature=1.0, presence_penalty=1.0)
+        llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)
+        assert not llm.engine.runner.sampler._counts  # type: ignore[attr-defined]
+
+
+def test_a_listener_that_raises_is_left_out(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with load(tiny_folder) as llm:
+        [expected] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        llm.loaded.events.listeners.append(lambda _: 1 / 0)
+        [output] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert is_idle(llm)
+        assert caplog.text.count("ZeroDivisionError") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_journal_on_a_full_disk(tiny_folder: Path) -> None:
+    """The text is not harmed; `close` says that the journal is not complete."""
+    llm = load(tiny_folder, kv_journal="/dev/full")
+    for start in range(40):
+        [output] = llm.generate([start] * 30, GREEDY, use_tqdm=False)
+        assert output.outputs[0].finish_reason == "length"
+    with pytest.raises(OSError, match=r"kv_journal = '/dev/full'.*incomplete"):
+        llm.close()
+    llm.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_is_told_so(tiny_folder: Path) -> None:
+    """The compute threads do not survive a fork, and waiting for them would never end: an error, and the parent goes
+    on.
+    """
+    with load(tiny_folder) as llm:
+        llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+            except BaseException as error:
+                os.write(writer, f"{type(error).__name__}: {error}".encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            message = pipe.read()
+        os.waitpid(child, 0)
+        assert message.startswith(f"RuntimeError: this engine belongs to process {os.getpid()}")
+        assert llm.generate([4, 5, 6], GREEDY, use_tqdm=False)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 1.5, [1.5], [None], [True, False], b"abc", {"prompt": "abc"}, {1, 2}, [[1, "a"]], [[1], 5]]
+)
+def test_what_is_no_prompt(tiny_folder: Path, prompt: object) -> None:
+    with load(tiny_folder) as llm, pytest.raises(ValueError, match="a prompt is a string or a list of token ids"):
+        llm.generate(prompt, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 2}, 5, [5], "ab"])
+def test_what_are_no_sampling_params(tiny_folder: Path, params: object) -> None:
+    with load(tiny_folder) as llm, pytest.raises((TypeError, ValueError), match="sampling_params"):
+        llm.generate([1, 2], params, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_model_len", -1),
+        ("max_model_len", "x"),
+        ("num_blocks", 10**30),
+        ("seed", "x"),
+        ("gpu_memory_utilization", "x"),
+        ("device", "mps"),
+        ("device", None),
+        ("model", ""),
+        ("tokenizer", 5),
+        ("kv_journal", ""),
+    ],
+)
+def test_options_that_make_no_sense_are_named(tiny_folder: Path, option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=option):
+        LLM(**{"model": tiny_folder, option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("num_blocks", 1 << 45), ("max_num_batched_tokens", 1 << 45)])
+def test_what_memory_cannot_hold_names_the_option(tiny_folder: Path, option: str, value: int) -> None:
+    with pytest.raises(MemoryError, match=option):
+        LLM(tiny_folder, **{option: value})
+
+
+def test_an_end_that_nobody_was_told_of(tiny_folder: Path) -> None:
+    """A step that ends requests of two threads and is then interrupted: the other thread does not wait for ever."""
+    with load(tiny_folder) as llm:
+        [expected] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        step = llm.engine.step
+
+        def interrupted() -> list[RequestOutput]:
+            if any(output.finished for output in step()):
+                llm.engine.step = step  # type: ignore[method-assign]
+            return []
+
+        llm.engine.step = interrupted  # type: ignore[method-assign]
+        [output] = llm.generate([4, 5, 6], GREEDY, use_tqdm=False)
+        assert output.finished
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert is_idle(llm)

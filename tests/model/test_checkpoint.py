@@ -271,3 +271,9 @@ def test_at_most_one_layer_is_in_memory_beside_the_packed_weights(tmp_path: Path
     Qwen3Model.load(config, Watching(), TorchBackend(), dtype=torch.float32, progress=False)
     assert len(handed_out) == len(checkpoint.shapes) == 2 + 6 * 11
     assert max(alive_at_once) == 3  # q, k and v, which are stacked
+
+
+def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a file but a broken link"):
+        Checkpoint(tmp_path)

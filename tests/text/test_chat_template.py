@@ -273,3 +273,30 @@ def test_keys_without_a_value_are_dropped_and_reasoning_is_found_under_each_name
     got = ChatTemplate(source).render(messages)
     assert got == "False False r r;True True t t;True False c c;True False  ;"
     assert got == hf.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=True)
+
+
+STRINGS_ONLY = (  # what Qwen3's template does with a content that is no string
+    "{% for m in messages %}{% set content = m.content if m.content is string else '' %}"
+    "[{{ m.role }}]{{ content }}{% endfor %}"
+)
+
+
+def test_text_parts_reach_a_template_that_reads_strings() -> None:
+    """The content of OpenAI's clients is often a list of parts: none of it may get lost without a word."""
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    template = ChatTemplate(STRINGS_ONLY)
+    assert template.render([{"role": "user", "content": parts}]) == "[user]one\ntwo"
+    assert template.render([{"role": "user", "content": []}, {"role": "assistant"}]) == "[user][assistant]"
+    for loop in ("m.content", "m['content']", 'm[ "content" ]', "content"):
+        reads = "{% for m in messages %}{% set content = m.content %}{% for p in LOOP %}<{{ p.text }}>{% endfor %}"
+        reads = reads.replace("LOOP", loop) + "{% endfor %}"
+        assert ChatTemplate(reads).render([{"role": "user", "content": parts}]) == "<one><two>"
+
+
+@pytest.mark.parametrize(
+    "content", [5, True, {"text": "hi"}, ["hi"], [{"type": "image_url", "image_url": {}}], [{"type": "text"}]]
+)
+def test_a_content_that_would_be_left_out_is_refused(content: object) -> None:
+    """C45: wrong types are an error, not an empty message."""
+    with pytest.raises(ValueError, match="content must be a string"):
+        ChatTemplate(STRINGS_ONLY).render([{"role": "user", "content": content}])

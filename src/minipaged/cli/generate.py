@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +54,8 @@ def generate(
                 from minipaged.cli.blocks_view import print_pool
 
                 print_pool(session.fullest)
+    if session.interrupted:
+        raise KeyboardInterrupt  # after what there is has been shown
     if any(c.finish_reason == "error" for out in outputs for c in out.outputs):
         raise typer.Exit(1)
 
@@ -66,6 +67,7 @@ class _Session:
         self.llm = llm
         self.keep_snapshots = keep_snapshots
         self.blocks_used = 0
+        self.interrupted = False
         self.fullest: PoolSnapshot | None = None
 
     def submit(self, prompts: list[str], params: Any) -> list[str]:
@@ -85,6 +87,7 @@ class _Session:
                         shown = len(out.outputs[0].text)
                 self._look()
         except KeyboardInterrupt:
+            self.interrupted = True
             for request_id in requests:
                 engine.abort(request_id)
             for out in engine.step():
@@ -101,8 +104,7 @@ class _Session:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    typer.echo(text, nl=False)  # it writes UTF-8 where the locale says ASCII, and nothing where stdout is closed
 
 
 def _print_outputs(outputs: list[RequestOutput], *, streamed: bool) -> None:

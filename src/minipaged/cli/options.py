@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -145,6 +146,10 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     """One line for an error, and the exit status that belongs to it."""
     try:
         yield
+    except BrokenPipeError:  # the reader has seen enough (`| head`): nothing to say, and nobody to say it to
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered, at exit
+        raise typer.Exit(1) from None
     except typer.Exit:  # a RuntimeError, but no error: a command's own exit status
         raise
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:

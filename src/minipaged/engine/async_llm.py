@@ -268,7 +268,10 @@ class AsyncLLM:
             self.engine.drop_all()
         finally:
             for hook in self._close_hooks:
-                hook()
+                try:
+                    hook()
+                except Exception:  # nobody would see it: this is the end of a thread
+                    logger.exception("closing the engine")
 
 
 class OutputStream:

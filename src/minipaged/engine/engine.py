@@ -15,16 +15,18 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, cast
 
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.request import Child, Request
+from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.stats import EngineStats
 from minipaged.errors import RequestTooLargeError
@@ -32,7 +34,6 @@ from minipaged.errors import RequestTooLargeError
 if TYPE_CHECKING:
     from minipaged.engine.outputs import FinishReason
     from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
-    from minipaged.engine.sampling_params import SamplingParams
     from minipaged.kv import KVBlockManager
     from minipaged.model.tokenizer import Tokenizer
 
@@ -74,7 +75,10 @@ class Engine:
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
         self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may close a forgotten stream, and so abort it, while this thread holds it.
+        self._lock = threading.RLock()
+        self._stepping = False
+        self._process = os.getpid()
         self._commands: deque[tuple[str, Request]] = deque()
         self._live: dict[str, Request] = {}
         self._serials = itertools.count()
@@ -123,6 +127,13 @@ class Engine:
 
         prompt_text: what token ids were made from, to be shown in the output.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"this engine belongs to process {self._process} and this is a fork of it, {os.getpid()}, without its "
+                "compute threads: create the LLM in the process that uses it (multiprocessing: start method 'spawn')"
+            )
+        if not isinstance(sampling_params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
         text, token_ids = self._tokenize(prompt)
         params = self._fit(len(token_ids), sampling_params)
         serial = next(self._serials)
@@ -156,6 +167,8 @@ class Engine:
             if self.tokenizer is None:
                 raise ValueError("the prompt is a string, and this model has no tokenizer: give token ids")
             text, token_ids = prompt, list(self.tokenizer.encode(prompt))
+        elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not isinstance(prompt, Iterable):
+            raise ValueError(f"a prompt is a string or a list of token ids, got {_short(prompt)}")
         else:
             token_ids = [_as_token_id(token) for token in prompt]
         if not token_ids:
@@ -178,7 +191,7 @@ class Engine:
         pool_tokens = manager.num_physical_blocks * manager.block_size
         room = min(self.max_model_len, pool_tokens + 1) - prompt_len
         max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
-        if prompt_len + max_tokens > self.max_model_len:
+        if self.config.max_model_len is not None and prompt_len + max_tokens > self.max_model_len:
             raise RequestTooLargeError(
                 f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
                 f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
@@ -199,8 +212,14 @@ class Engine:
         An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. What is
         not an `Exception` (Ctrl-C) passes through; running sequences then start again from their token history.
         """
+        if self._stepping:
+            raise RuntimeError(
+                "Engine.step was called while a step is running (from a callback such as token_mask, or from a second "
+                "thread): one thread steps an engine, and callbacks must not generate"
+            )
         touched: dict[Request, None] = {}
         try:
+            self._stepping = True
             self._apply_commands(touched)
             plan = self.scheduler.schedule()
             if plan.rows:
@@ -213,6 +232,8 @@ class Engine:
             for child in list(self.scheduler.running):
                 self.scheduler.preempt(child)
             raise
+        finally:
+            self._stepping = False
         self.num_steps += 1
         if self.config.check_invariants:
             self.block_manager.check_invariants()
@@ -334,8 +355,17 @@ class Engine:
     # ---- ending requests at once, from the thread that steps
 
     def drop(self, request: Request) -> None:
-        """End a submitted request now, without an output; nothing happens if it is over."""
-        if not request.finished:
+        """End a submitted request now, without an output; nothing happens if it is over.
+
+        In the middle of a step (from a callback, or when the garbage collector closes a forgotten stream) its plan
+        stays as it is, and the request ends with the next step.
+        """
+        if request.finished:
+            return
+        if self._stepping:
+            with self._lock:
+                self._commands.append(("abort", request))
+        else:
             self._end(request, "abort", None, {})
 
     def drop_all(self, error: str | None = None) -> list[RequestOutput]:
@@ -375,7 +405,14 @@ def _request(row: ScheduledSequence) -> Request:
 
 
 def _as_token_id(token: Any) -> int:
-    try:
-        return operator.index(token)
-    except TypeError:
-        raise ValueError(f"a prompt is a string or a list of token ids, got an element {token!r}") from None
+    if not isinstance(token, bool):
+        try:
+            return operator.index(token)
+        except TypeError:
+            pass
+    raise ValueError(f"a prompt is a string or a list of token ids, got an element {_short(token)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"

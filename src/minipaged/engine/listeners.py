@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -10,18 +11,30 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from minipaged.kv import BlockEvent, PagedKVCache
 
+logger = logging.getLogger(__name__)
+
 Listener = Callable[["BlockEvent"], None]
 
 
 class FanOut:
-    """One listener that calls each of `listeners` in order; more may be appended while it is in use."""
+    """One listener that calls each of `listeners` in order; more may be appended while it is in use.
+
+    One that raises is logged and left out from then on: the block manager is in the middle of a change when it tells.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = list(listeners)
 
     def __call__(self, event: BlockEvent) -> None:
+        failed = None
         for listener in self.listeners:
-            listener(event)
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener of block events failed, and gets no more of them: %r", listener)
+                failed = listener
+        if failed is not None:
+            self.listeners.remove(failed)
 
 
 class Journal:
@@ -29,12 +42,17 @@ class Journal:
 
     {"num_blocks": N, "block_size": Bs} and then {"step", "kind", "block", "sequence", "logical_index", "source"}, with
     null where an event has no such thing. Sequence numbers are the engine's and never reused. OSError if the file
-    cannot be written.
+    cannot be created. If it cannot be written later on, generating goes on, and `close` raises the OSError.
     """
 
     def __init__(self, path: str | Path, num_blocks: int, block_size: int, step: Callable[[], int]) -> None:
         self._step = step
-        self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        self._path = str(path)
+        self._error: OSError | None = None
+        try:
+            self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        except OSError as error:
+            raise type(error)(error.errno, f"kv_journal cannot be written: {error.strerror}", self._path) from error
         self._write({"num_blocks": num_blocks, "block_size": block_size})
 
     def __call__(self, event: BlockEvent) -> None:
@@ -50,12 +68,23 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Flush and close; events after that are dropped."""
-        self._file.close()
+        """Flush and close; events after that are dropped. OSError if not all of them could be written."""
+        try:
+            self._file.close()
+        except OSError as error:
+            self._error = self._error or error
+        if self._error is not None:
+            raise OSError(
+                f"kv_journal = {self._path!r} could not be written, the journal is incomplete: {self._error}"
+            ) from self._error
 
     def _write(self, record: dict[str, object]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        if self._error is None and not self._file.closed:
+            try:
+                self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            except OSError as error:  # not from inside a change of the block manager: `close` raises it
+                self._error = error
+                logger.error("kv_journal = %r cannot be written: %s", self._path, error)
 
 
 class Poison:

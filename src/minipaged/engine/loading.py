@@ -4,9 +4,12 @@ each other.
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SIZES = {  # name -> whether it may be None
+    "block_size": False,
+    "max_num_seqs": False,
+    "max_num_batched_tokens": True,
+    "num_blocks": True,
+    "kv_cache_memory": True,
+    "max_model_len": True,
+}
+_LARGEST_SIZE = 1 << 62
+
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
 
 
@@ -45,7 +58,7 @@ class EngineOptions:
     tokenizer: str | Path | Tokenizer | None = None
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
-    device: str = "auto"
+    device: str | torch.device = "auto"
     backend: str | None = None
     block_size: int = 16
     num_blocks: int | None = None
@@ -102,13 +115,12 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     """
     _check(options)
     threads = set_threads(options.threads)  # before the first tensor operation
-    import torch
 
     from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
     from minipaged.ops.registry import backend_note, get_backend
 
-    device = torch.device(_device(options.device))
+    device = _device(options.device)
     source = _source(options)
     config = source.config
     tokenizer, text_folder = _tokenizer(options, source.folder)
@@ -121,15 +133,19 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     )
     backend = get_backend(options.backend, device)
     note = "asked for" if options.backend else backend_note(backend.name, device)
-    model = Qwen3Model.load(
-        config,
-        source.tensors,
-        backend,
-        dtype=resolve_dtype(options.dtype, source.dtype, device=device),
-        device=device,
-        max_model_len=options.max_model_len,
-        max_tokens=batched_tokens + 1,
-    )
+    with _naming(
+        f"the weights, {batched_tokens} tokens per step and {options.max_model_len or config.max_context} positions: "
+        "lower max_num_batched_tokens or max_model_len"
+    ):
+        model = Qwen3Model.load(
+            config,
+            source.tensors,
+            backend,
+            dtype=resolve_dtype(options.dtype, source.dtype, device=device),
+            device=device,
+            max_model_len=options.max_model_len,
+            max_tokens=batched_tokens + 1,
+        )
     pool = size_pool(
         block_bytes=config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size,
         block_size=options.block_size,
@@ -140,25 +156,31 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         num_blocks=options.num_blocks,
         kv_cache_memory=options.kv_cache_memory,
     )
-    caches = [
-        PagedKVCache(
-            pool.num_blocks,
-            config.num_key_value_heads,
-            options.block_size,
-            config.head_dim,
-            dtype=model.dtype,
+    pool_bytes = pool.num_blocks * options.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
+    with _naming(f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks or kv_cache_memory"):
+        caches = [
+            PagedKVCache(
+                pool.num_blocks,
+                config.num_key_value_heads,
+                options.block_size,
+                config.head_dim,
+                dtype=model.dtype,
+                device=device,
+            )
+            for _ in range(config.num_hidden_layers)
+        ]
+    with _naming(
+        f"the buffers of a step: lower max_num_seqs = {options.max_num_seqs} or "
+        f"max_num_batched_tokens = {batched_tokens}"
+    ):
+        metadata = BatchMetadata(
+            max_tokens=batched_tokens + 1,
+            max_seqs=options.max_num_seqs,
+            max_blocks=min(pool.num_blocks, num_logical_blocks(pool.max_model_len, options.block_size)),
+            block_size=options.block_size,
+            num_slots=pool.num_blocks * options.block_size,
             device=device,
         )
-        for _ in range(config.num_hidden_layers)
-    ]
-    metadata = BatchMetadata(
-        max_tokens=batched_tokens + 1,
-        max_seqs=options.max_num_seqs,
-        max_blocks=min(pool.num_blocks, num_logical_blocks(pool.max_model_len, options.block_size)),
-        block_size=options.block_size,
-        num_slots=pool.num_blocks * options.block_size,
-        device=device,
-    )
     events = FanOut(metadata.tables.on_event)
     manager = KVBlockManager(
         pool.num_blocks,
@@ -195,15 +217,40 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
 
 def _check(options: EngineOptions) -> None:
     """What can be refused before anything is loaded."""
-    for name, optional in (("block_size", False), ("max_num_seqs", False), ("max_num_batched_tokens", True)):
+    for name, optional in _SIZES.items():
         value: Any = getattr(options, name)
         if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
-    if not 0.0 < options.gpu_memory_utilization <= 1.0:
-        raise ValueError(
-            f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization!r}"
-        )
+        if value is not None and value > _LARGEST_SIZE:
+            raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
+    if isinstance(options.seed, bool) or not isinstance(options.seed, Integral):
+        raise ValueError(f"seed must be an integer, got {options.seed!r}")
+    share = options.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
+    for name in ("model", "tokenizer", "kv_journal"):
+        value = getattr(options, name)
+        if isinstance(value, str | Path) and not str(value).strip("\0"):
+            raise ValueError(f"{name} must be None or a name, got {value!r}")
+        if isinstance(value, bytes | int | float):
+            raise ValueError(f"{name} must be None or a string, got {value!r}")
+    for name in ("enable_prefix_caching", "check_invariants"):
+        if not isinstance(getattr(options, name), bool):
+            raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}")
     EngineConfig(scheduling_policy=options.scheduling_policy)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """What allocators raise, each in its own way, as one MemoryError that says what did not fit and what to change."""
+    try:
+        yield
+    except (MemoryError, OverflowError, OSError, RuntimeError) as error:
+        text = str(error)
+        no_memory = isinstance(error, MemoryError | OverflowError) or getattr(error, "errno", None) == errno.ENOMEM
+        if no_memory or "allocate" in text or "out of memory" in text:
+            raise MemoryError(f"memory does not hold {what} ({text.splitlines()[0] if text else error!r})") from error
+        raise
 
 
 def _source(options: EngineOptions) -> ModelSource:
@@ -214,12 +261,24 @@ def _source(options: EngineOptions) -> ModelSource:
     return ModelSource.from_folder(resolve_model(options.model, options.revision))
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: str | torch.device) -> torch.device:
+    """The device that `device` names. ValueError if there is no such device here."""
     import torch
 
-    if wanted != "auto":
-        return wanted
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return torch.device("cuda" if count else "cpu")
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError):  # torch's list of names holds many that no back end here runs on
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {wanted!r}")
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(
+            f"device = {str(wanted)!r}, but PyTorch sees {count} CUDA devices here: choose 'auto' or 'cpu'"
+        )
+    return device
 
 
 def _tokenizer(options: EngineOptions, folder: Path | None) -> tuple[Tokenizer | None, Path | None]:

@@ -104,8 +104,10 @@ class Scheduler:
         if child.state is ChildState.RUNNING:
             self.running.remove(child)
             self._release(child)
-        elif child.state is ChildState.WAITING:
-            self.waiting.remove(child)
+        else:
+            if child.state is ChildState.WAITING:
+                self.waiting.remove(child)
+            self._on_release(child.sequence_id)  # a sibling may have been sampled before its fork
         child.state = ChildState.FINISHED
         child.waits_for = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -67,11 +68,12 @@ class ChatTemplate:
         """The prompt text of a conversation.
 
         messages: dicts with "role" and "content" (or dataclasses, pydantic models); keys whose value is None are
-        dropped. tools: JSON schemas. template: the name of a template, or a template's text; None = "tool_use" with
-        tools if there is one, else "default". continue_final_message: the text ends where the last message's content
-        does, for the model to go on with it; it excludes `add_generation_prompt`. variables: whatever else the template
-        reads, such as Qwen3's `enable_thinking`. ValueError for an empty conversation, a template that does not exist,
-        and whatever goes wrong in the template, with its message.
+        dropped. A content that is a list of text parts is joined with newlines for a template that reads strings
+        only; Qwen3's would leave it out. tools: JSON schemas. template: the name of a template, or a template's text;
+        None = "tool_use" with tools if there is one, else "default". continue_final_message: the text ends where the
+        last message's content does, for the model to go on with it; it excludes `add_generation_prompt`. variables:
+        whatever else the template reads, such as Qwen3's `enable_thinking`. ValueError for an empty conversation, a
+        template that does not exist, and whatever goes wrong in the template, with its message.
         """
         import jinja2
 
@@ -81,6 +83,10 @@ class ChatTemplate:
         for name, given in (("tools", tools), ("documents", documents)):
             if given is not None and not all(isinstance(item, Mapping) for item in given):
                 raise ValueError(f"{name} must be a list of dicts (JSON schemas for tools), got {given!r}")
+        source = self._source(template, with_tools=tools is not None)
+        if not _READS_PARTS.search(source):
+            for message in chat:
+                _join_parts(message)
         if continue_final_message:
             if add_generation_prompt:
                 raise ValueError(
@@ -88,7 +94,7 @@ class ChatTemplate:
                 )
             _tag_end(chat[-1])
         try:
-            text = self._template(template, with_tools=tools is not None).render(
+            text = self._template(source).render(
                 {
                     **self.special_tokens,
                     **_plain(variables),
@@ -104,15 +110,17 @@ class ChatTemplate:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return _cut_at_tag(text) if continue_final_message else text
 
-    def _template(self, name: str | None, *, with_tools: bool) -> jinja2.Template:
+    def _source(self, name: str | None, *, with_tools: bool) -> str:
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self.templates else "default"
             if name not in self.templates:
                 raise ValueError(f"the model has no default chat template: name one of {sorted(self.templates)}")
-        source = self.templates.get(name, name)
+        if name not in self.templates and "{" not in name:
+            raise ValueError(f"the model has no chat template {name!r}, only {sorted(self.templates)}")
+        return self.templates.get(name, name)
+
+    def _template(self, source: str) -> jinja2.Template:
         if source not in self._compiled:
-            if name not in self.templates and "{" not in name:
-                raise ValueError(f"the model has no chat template {name!r}, only {sorted(self.templates)}")
             self._compiled[source] = self._environment.from_string(source)
         return self._compiled[source]
 
@@ -185,6 +193,25 @@ def _plain_message(message: Any) -> dict[str, Any]:
     # Servers and templates name a message's reasoning differently; the first name is the one that templates read.
     reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+# A template that loops over a message's content, as those of models for images and text do.
+_READS_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+(\w+\.)?(\w+\[\s*['"])?content\b""")
+
+
+def _join_parts(message: dict[str, Any]) -> None:
+    """Make the content a string. ValueError if it is anything but text or parts of text."""
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not isinstance(content, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(
+            'a message\'s content must be a string or a list of {"type": "text", "text": ...} for this model, '
+            f"got {content!r:.80}"
+        )
+    message["content"] = "\n".join(map(str, texts))
 
 
 _END_TAG = "\ue000end of the final message\ue000"  # private-use characters: no text holds them by chance

@@ -100,6 +100,9 @@ class Checkpoint:
             if absent:
                 raise CheckpointError(f"{self.folder} lacks files that {INDEX_FILE} names: {_listing(absent)}")
             return weight_map
+        for path in (single, index):
+            if path.exists() or path.is_symlink():
+                raise CheckpointError(f"{path} is not a file" + " but a broken link" * (not path.exists()))
         others = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if others:
             raise CheckpointError(f"{self.folder} has {_listing(others)} but neither {SINGLE_FILE} nor {INDEX_FILE}")

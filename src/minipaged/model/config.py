@@ -87,7 +87,7 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, Any], *, where: str = "config.json") -> ModelConfig:
         """Check and convert the content of a config.json.
 
-        UnsupportedModelError: a model or a feature that is not implemented. ValueError: a field that is missing or
+        UnsupportedModelError: a model or a feature that is not implemented. CheckpointError: a field that is missing or
         makes no sense; the message gives field and value.
         """
         fields = _Fields(raw, where)
@@ -114,7 +114,7 @@ class ModelConfig:
             eos_token_ids=read_token_ids(raw.get("eos_token_id"), "eos_token_id", where),
         )
         if config.num_attention_heads % config.num_key_value_heads:
-            raise ValueError(
+            raise CheckpointError(
                 f"{where}: num_attention_heads ({config.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({config.num_key_value_heads})"
             )
@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError that names the file if it is anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(content).__name__}")
@@ -142,7 +142,7 @@ def read_token_ids(value: object, name: str, where: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ValueError(f"{where}: {name} must be a token id, a list of them or null, found {value!r}")
+            raise CheckpointError(f"{where}: {name} must be a token id, a list of them or null, found {value!r}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -157,13 +157,13 @@ class _Fields:
         if value is not None:
             return value
         if default is None:
-            raise ValueError(f"{self._where}: {name} is missing")
+            raise CheckpointError(f"{self._where}: {name} is missing")
         return default
 
     def integer(self, name: str, *, default: int | None = None) -> int:
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{self._where}: {name} must be a positive integer, found {value!r}")
+            raise CheckpointError(f"{self._where}: {name} must be a positive integer, found {value!r}")
         return value
 
     def number(self, name: str, *, default: float | None = None) -> float:
@@ -173,13 +173,13 @@ class _Fields:
         except (TypeError, ValueError):
             number = math.nan
         if not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{self._where}: {name} must be a positive number, found {value!r}")
+            raise CheckpointError(f"{self._where}: {name} must be a positive number, found {value!r}")
         return number
 
     def boolean(self, name: str, *, default: bool) -> bool:
         value = self._get(name, default)
         if not isinstance(value, bool):
-            raise ValueError(f"{self._where}: {name} must be true or false, found {value!r}")
+            raise CheckpointError(f"{self._where}: {name} must be true or false, found {value!r}")
         return value
 
 
@@ -188,6 +188,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
         raise UnsupportedModelError(f"{where}: {what}. {SUPPORTED}")
 
     architectures = raw.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise CheckpointError(f"{where}: architectures must be a list of names, found {architectures!r}")
     model_type = raw.get("model_type")
     if architectures and "Qwen3ForCausalLM" not in architectures:
         refuse(f"architecture {', '.join(map(str, architectures))} (model_type {model_type!r}) is not supported")
@@ -243,7 +245,7 @@ def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float,
     for name in ("rope_parameters", "rope_scaling"):
         part = raw.get(name) or {}
         if not isinstance(part, dict):
-            raise ValueError(f"{where}: {name} must be an object or null, found {part!r}")
+            raise CheckpointError(f"{where}: {name} must be an object or null, found {part!r}")
         nested = sorted(key for key, value in part.items() if isinstance(value, dict))
         if nested:
             raise UnsupportedModelError(

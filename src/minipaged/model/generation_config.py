@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minipaged.errors import CheckpointError
 from minipaged.model.config import ModelConfig, read_json, read_token_ids
 
 
@@ -28,7 +30,7 @@ class GenerationDefaults:
 
     @classmethod
     def from_folder(cls, folder: str | Path, config: ModelConfig) -> GenerationDefaults:
-        """Read `folder`/generation_config.json, which may be absent. ValueError that names a field that makes no
+        """Read `folder`/generation_config.json, which may be absent. CheckpointError that names a field that makes no
         sense.
         """
         path = Path(folder) / "generation_config.json"
@@ -47,7 +49,7 @@ class GenerationDefaults:
             top_p=_number(raw, "top_p", 0, 1, where),
             top_k=None if top_k is None else int(top_k),
             min_p=_number(raw, "min_p", 0, 1, where),
-            repetition_penalty=_number(raw, "repetition_penalty", 0, math.inf, where),
+            repetition_penalty=_number(raw, "repetition_penalty", sys.float_info.min, math.inf, where),
         )
 
 
@@ -55,6 +57,6 @@ def _number(raw: Mapping[str, Any], name: str, low: float, high: float, where: s
     value = raw.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{where}: {name} must be a number from {low:g} to {high:g}, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high or value == math.inf:
+        raise CheckpointError(f"{where}: {name} must be a number from {low:g} to {high:g}, found {value!r}")
     return float(value)

@@ -1,0 +1,75 @@
+"""The engine: requests in, one mixed batch per step, cumulative outputs back.
+
+`engine` holds the loop, `scheduler` who runs next, `plan` the seam to the runner that computes. Every name loads on
+first access; none of the names here needs torch, except `AsyncLLM` once it loads a model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minipaged.engine.async_llm import AsyncLLM, EngineDeadError
+    from minipaged.engine.config import EngineConfig
+    from minipaged.engine.engine import Engine
+    from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from minipaged.engine.plan import RowResult, Runner, SampledToken, ScheduledSequence, StepPlan, StepResult
+    from minipaged.engine.sampling_params import SamplingParams
+    from minipaged.engine.sequence import Sequence
+    from minipaged.engine.stats import EngineStats
+    from minipaged.errors import RequestTooLargeError
+
+_HOME = {
+    "AsyncLLM": "minipaged.engine.async_llm",
+    "CompletionOutput": "minipaged.engine.outputs",
+    "Engine": "minipaged.engine.engine",
+    "EngineConfig": "minipaged.engine.config",
+    "EngineDeadError": "minipaged.engine.async_llm",
+    "EngineStats": "minipaged.engine.stats",
+    "Logprob": "minipaged.engine.outputs",
+    "RequestMetrics": "minipaged.engine.outputs",
+    "RequestOutput": "minipaged.engine.outputs",
+    "RequestTooLargeError": "minipaged.errors",
+    "RowResult": "minipaged.engine.plan",
+    "Runner": "minipaged.engine.plan",
+    "SampledToken": "minipaged.engine.plan",
+    "SamplingParams": "minipaged.engine.sampling_params",
+    "ScheduledSequence": "minipaged.engine.plan",
+    "Sequence": "minipaged.engine.sequence",
+    "StepPlan": "minipaged.engine.plan",
+    "StepResult": "minipaged.engine.plan",
+}
+
+__all__ = [
+    "AsyncLLM",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineStats",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestTooLargeError",
+    "RowResult",
+    "Runner",
+    "SampledToken",
+    "SamplingParams",
+    "ScheduledSequence",
+    "Sequence",
+    "StepPlan",
+    "StepResult",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
