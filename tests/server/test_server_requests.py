@@ -69,6 +69,15 @@ def test_c43_prompt_too_long_is_refused_before_the_stream(tokenizer_folder: Path
         assert rig.runner.steps == 2
 
 
+def test_c43_what_the_whole_pool_cannot_hold_is_refused_likewise(tokenizer_folder: Path) -> None:
+    """Another limit, the same kind of answer; what fits runs."""
+    with stub_rig(tokenizer_folder, num_blocks=4) as rig:  # 16 slots serve 17 tokens
+        assert rig.http.post("/v1/completions", json={"prompt": [7] * 10, "max_tokens": 7}).status_code == 200
+        for length, max_tokens in ((10, 8), (17, 1), (1000, None)):
+            body = {"prompt": [7] * length, "max_tokens": max_tokens, "stream": True}
+            assert refusal(rig.http.post("/v1/completions", json=body))["code"] == "context_length_exceeded"
+
+
 def test_c44_default_and_enormous_max_tokens(tokenizer_folder: Path) -> None:
     """Completions: 16, or what fits if that is less. Chat: what fits. 10**9 is refused, never reserved."""
     with stub_rig(tokenizer_folder, engine={"max_model_len": 64}) as rig:

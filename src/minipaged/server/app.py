@@ -79,22 +79,22 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, *, chat_template: ChatTe
 def _add_generating(app: FastAPI, service: Service) -> None:
     stream = {"text/event-stream": {"schema": {"type": "string"}}}
 
-    @app.post("/v1/completions", **_describe(CompletionBody, extra_content=stream))
+    @app.post("/v1/completions", **_describe(CompletionBody, service, extra_content=stream))
     async def create_completion(request: Request) -> Response:
         """Continue one or several prompts."""
         return await completions.create(service, request)
 
-    @app.post("/v1/chat/completions", **_describe(ChatBody, extra_content=stream))
+    @app.post("/v1/chat/completions", **_describe(ChatBody, service, extra_content=stream))
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         return await chat.create(service, request)
 
-    @app.post("/tokenize", **_describe(TokenizeBody))
+    @app.post("/tokenize", **_describe(TokenizeBody, service))
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or a conversation."""
         return await probes.tokenize(service, request)
 
-    @app.post("/detokenize", **_describe(DetokenizeBody))
+    @app.post("/detokenize", **_describe(DetokenizeBody, service))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         return await probes.detokenize(service, request)
@@ -103,28 +103,28 @@ def _add_generating(app: FastAPI, service: Service) -> None:
 def _add_probes(app: FastAPI, service: Service) -> None:
     created, started = int(time.time()), time.monotonic()
 
-    @app.get("/v1/models", **_describe(None))
+    @app.get("/v1/models", **_describe(None, service))
     async def list_models() -> Response:
         """The names under which the model is served."""
         cards = [probes.model_card(service, name, created) for name in service.settings.served_model_names]
         return probes.json_response({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model:path}", **_describe(None))
+    @app.get("/v1/models/{model:path}", **_describe(None, service))
     async def get_model(model: str) -> Response:
         """One of them."""
         return probes.json_response(probes.model_card(service, service.check_model(model), created))
 
-    @app.get("/health", **_describe(None))
+    @app.get("/health", **_describe(None, service))
     async def health() -> Response:
         """Whether the engine works."""
         return probes.health(service)
 
-    @app.get("/ready", **_describe(None))
+    @app.get("/ready", **_describe(None, service))
     async def ready() -> Response:
         """Whether a request would be taken now."""
         return probes.ready(service)
 
-    @app.get("/version", **_describe(None))
+    @app.get("/version", **_describe(None, service))
     async def version() -> Response:
         """The version of minipaged."""
         return probes.json_response({"version": __version__})
@@ -140,7 +140,9 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return HTMLResponse(probes.status_page(service, started))
 
 
-def _describe(body: type[BaseModel] | None, *, extra_content: dict[str, Any] | None = None) -> dict[str, Any]:
+def _describe(
+    body: type[BaseModel] | None, service: Service, *, extra_content: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What FastAPI cannot see, because bodies are read and checked by hand: their schema, and the possible errors."""
     responses: dict[int | str, dict[str, Any]] = {
         status: {"description": text, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
@@ -151,10 +153,41 @@ def _describe(body: type[BaseModel] | None, *, extra_content: dict[str, Any] | N
     if body is not None:
         schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
         schema = _inlined(schema, schema.pop("$defs", {}))
+        _add_ranges(schema, service)
         described["openapi_extra"] = {
             "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
         }
     return described
+
+
+def _add_ranges(schema: dict[str, Any], service: Service) -> None:
+    """Ranges as `SamplingParams` and this server's limits check them; types alone would promise too much."""
+    longest = service.llm.engine.max_model_len
+    ranges: dict[str, dict[str, Any]] = {
+        "model": {"enum": [*service.settings.served_model_names, None]},
+        "n": {"minimum": 1, "maximum": service.llm.engine.config.max_num_seqs},
+        "temperature": {"minimum": 0},
+        "top_p": {"minimum": 0, "maximum": 1},
+        "min_p": {"minimum": 0, "maximum": 1},
+        "top_k": {"minimum": -1},
+        "max_tokens": {"minimum": 1, "maximum": longest},
+        "max_completion_tokens": {"minimum": 1, "maximum": longest},
+        "min_tokens": {"minimum": 0, "maximum": longest},
+        "presence_penalty": {"minimum": -2, "maximum": 2},
+        "frequency_penalty": {"minimum": -2, "maximum": 2},
+        "repetition_penalty": {"exclusiveMinimum": 0},
+        "top_logprobs": {"minimum": 0, "maximum": service.settings.max_logprobs},
+        "cache_salt": {"minLength": 1},
+        "prompt": {"minLength": 1, "minItems": 1},
+        "messages": {"minItems": 1},
+    }
+    for name, extra in ranges.items():
+        field = schema["properties"].get(name, {})
+        for branch in field.get("anyOf", [field] if field else []):
+            if branch.get("type") != "null":
+                branch.update(extra)
+    if "prompt" in schema["properties"] and "messages" not in schema["properties"]:
+        schema.setdefault("required", []).append("prompt")
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
