@@ -24,9 +24,12 @@ class ScheduledSequence:
     num_tokens: int
     slots: list[int]  # flat slot of each of these tokens
     sample_for: tuple[Sequence, ...] = ()
-    """Who draws a token from the logits of the last position: nobody (a prefill chunk that is not the last), the sequence itself,
-    or the n siblings that share one prefill. Their token histories are equal; seed and child index differ."""
-    prompt_logprobs: bool = False  # also wants the log-probabilities of prompt tokens start + 1 : start + num_tokens + 1
+    """Who draws a token from the logits of the last position: nobody (a prefill chunk that is not the last), the
+    sequence itself, or the n siblings that share one prefill. Their token histories are equal; seed and child index
+    differ."""
+    prompt_logprobs: bool = (
+        False  # also wants the log-probabilities of prompt tokens start + 1 : start + num_tokens + 1
+    )
 
 
 @dataclass(slots=True)

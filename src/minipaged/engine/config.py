@@ -1,0 +1,54 @@
+"""What bounds and steers the engine; everything about the model itself lives in the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from minipaged.engine.sampling_params import ModelDefaults
+
+SchedulingPolicy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits and policy of one engine. All lengths are in tokens.
+
+    max_model_len: longest prompt + output of a request; None = what the block pool holds.
+    max_num_seqs: sequences that hold blocks at the same time (a request with n = 3 counts 3, from its admission).
+    max_num_batched_tokens: tokens computed per step, decodes included. When decodes alone reach it, one prefill token
+    per step
+        is still granted; when there are more running sequences than this, they take turns.
+    vocab_size: token ids must be below it; None = unchecked.
+    scheduling_policy: "fcfs" (by arrival) or "priority" (`SamplingParams.priority`, smaller = sooner, with ageing).
+    priority_ageing_steps: under "priority", how many engine steps of waiting are worth one level of priority.
+    watermark: share of the pool that an admission leaves free while others run, so that they have room to grow.
+    generation_defaults: the model's values for sampling parameters left at None, and its end-of-sequence ids; None =
+    neutral, none.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    vocab_size: int | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    priority_ageing_steps: int = 64
+    watermark: float = 0.01
+    generation_defaults: ModelDefaults | None = None
+    seed: int = 0
+    check_invariants: bool = False
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "priority_ageing_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise ValueError(
+                f"scheduling_policy must be one of {get_args(SchedulingPolicy)}, got {self.scheduling_policy!r}"
+            )

@@ -1,0 +1,379 @@
+"""The engine: requests in, one mixed batch per step, cumulative outputs back.
+
+    add_request / abort  --queue-->  step():  apply the queue
+    (any thread)                              schedule        -> StepPlan    (scheduler: who, which tokens, which slots)
+                                              runner.execute  -> StepResult  (forward pass + sampling)
+                                              commit, append, fork, finish   (what the result means)
+                                              outputs of the requests that advanced or ended
+
+Ownership: `add_request` and `abort` touch nothing but the queue and the set of live ids, under one lock. Everything
+else belongs to the thread that calls `step`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from minipaged.engine.config import EngineConfig
+from minipaged.engine.outputs import RequestOutput
+from minipaged.engine.request import Child, Request
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.stats import EngineStats
+from minipaged.errors import RequestTooLargeError
+
+if TYPE_CHECKING:
+    from minipaged.engine.outputs import FinishReason
+    from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
+    from minipaged.engine.sampling_params import SamplingParams
+    from minipaged.kv import KVBlockManager
+    from minipaged.model.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching over a paged KV cache. One step = one forward pass over a mixed batch.
+
+    runner: computes a `StepPlan`; the engine knows nothing else of model, device or sampler. Its `release` is optional.
+    block_manager: the pool this engine schedules on; it must belong to this engine alone.
+    tokenizer: None = prompts are token ids, texts are "" and string prompts or stop strings are a ValueError.
+    clock: seconds, monotonic; only for `RequestMetrics`, no decision depends on it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        block_manager: KVBlockManager,
+        config: EngineConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.block_manager = block_manager
+        self.config = config
+        self.tokenizer = tokenizer
+        self.clock = clock
+        pool_tokens = block_manager.num_physical_blocks * block_manager.block_size
+        # The last sampled token is never written, so a pool of N slots serves N + 1 tokens.
+        self.max_model_len = config.max_model_len or pool_tokens + 1
+        release = getattr(runner, "release", None)
+        self.scheduler = Scheduler(block_manager, config, (lambda sid: release([sid])) if release else lambda sid: None)
+        self.batch_invariant = config.batch_invariant
+        """Logits are bit-identical whatever else is in the batch."""
+        self.num_steps = 0
+        self._caching = block_manager.enable_prefix_caching
+        self._recomputed_tokens = 0
+        self._lock = threading.Lock()
+        self._commands: deque[tuple[str, Request]] = deque()
+        self._live: dict[str, Request] = {}
+        self._serials = itertools.count()
+        self._sequence_ids = itertools.count()
+
+    # ---- requests, from any thread
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Iterable[int],
+        sampling_params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queue a request; it is considered from the next step on.
+
+        RequestTooLargeError (a ValueError) if it can never fit; ValueError for a live id, an empty prompt, token ids
+        outside the vocabulary, or text without a tokenizer. Nothing has happened then.
+        """
+        self.submit(self.prepare(request_id, prompt, sampling_params, cache_salt=cache_salt))
+
+    def abort(self, request_id: str) -> None:
+        """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids:
+        nothing happens.
+        """
+        with self._lock:
+            request = self._live.get(request_id)
+            if request is not None:
+                self._commands.append(("abort", request))
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return bool(self._live)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | Iterable[int],
+        sampling_params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        prompt_text: str | None = None,
+    ) -> Request:
+        """Check a request and build it without any effect on the engine (see `add_request`); `submit` queues it.
+
+        prompt_text: what token ids were made from, to be shown in the output.
+        """
+        text, token_ids = self._tokenize(prompt)
+        params = self._fit(len(token_ids), sampling_params)
+        serial = next(self._serials)
+        seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
+        return Request(
+            request_id,
+            prompt_text if text is None else text,
+            token_ids,
+            params,
+            seed=seed,
+            serial=serial,
+            sequence_ids=[next(self._sequence_ids) for _ in range(params.n)],
+            cache_salt=cache_salt,
+            tokenizer=self.tokenizer,
+            arrival_time=self.clock(),
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a prepared request. ValueError if its id is alive."""
+        with self._lock:
+            if request.request_id in self._live:
+                raise ValueError(
+                    f"request id {request.request_id!r} is alive: wait until it has ended, or choose another one"
+                )
+            self._live[request.request_id] = request
+            self._commands.append(("add", request))
+
+    def _tokenize(self, prompt: str | Iterable[int]) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the prompt is a string, and this model has no tokenizer: give token ids")
+            text, token_ids = prompt, list(self.tokenizer.encode(prompt))
+        else:
+            token_ids = [_as_token_id(token) for token in prompt]
+        if not token_ids:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or (self.config.vocab_size is not None and high >= self.config.vocab_size):
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"token id {wrong} in the prompt is outside the vocabulary of {self.config.vocab_size} ids"
+            )
+        return text, token_ids
+
+    def _fit(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
+        """Resolve the parameters and refuse what can never run: limits first, so that nothing waits in vain."""
+        manager, seats = self.block_manager, self.config.max_num_seqs
+        if params.n > seats:
+            raise RequestTooLargeError(
+                f"n = {params.n} sequences can never run together with max_num_seqs = {seats}: raise it"
+            )
+        if self.config.vocab_size is not None:
+            params.check_vocabulary(self.config.vocab_size)
+        pool_tokens = manager.num_physical_blocks * manager.block_size
+        room = min(self.max_model_len, pool_tokens + 1) - prompt_len
+        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
+        if prompt_len + max_tokens > self.max_model_len:
+            raise RequestTooLargeError(
+                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
+                f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        needed = -(-(prompt_len + max_tokens - 1) // manager.block_size)
+        if needed > manager.num_physical_blocks:
+            raise RequestTooLargeError(
+                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size} "
+                f"tokens, the pool has {manager.num_physical_blocks}; lower max_tokens or raise num_blocks or kv_cache_memory"
+            )
+        return params.resolve(self.config.generation_defaults, max_tokens)
+
+    # ---- the step
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one mixed batch; one cumulative output per request that got tokens or ended.
+
+        An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. What is
+        not an `Exception` (Ctrl-C) passes through; running sequences then start again from their token history.
+        """
+        touched: dict[Request, None] = {}
+        try:
+            self._apply_commands(touched)
+            plan = self.scheduler.schedule()
+            if plan.rows:
+                self._execute(plan, touched)
+            elif self.scheduler.waiting and not self.scheduler.running:
+                self._fail_stuck(touched)
+        except BaseException:
+            # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
+            # true again.
+            for child in list(self.scheduler.running):
+                self.scheduler.preempt(child)
+            raise
+        self.num_steps += 1
+        if self.config.check_invariants:
+            self.block_manager.check_invariants()
+        return [request.output() for request in touched]
+
+    def _apply_commands(self, touched: dict[Request, None]) -> None:
+        while self._commands:
+            with self._lock:
+                command, request = self._commands.popleft()
+            if request.finished:
+                continue
+            if command == "add":
+                virtual_arrival = 0
+                if self.config.scheduling_policy == "priority":
+                    virtual_arrival = self.num_steps + request.params.priority * self.config.priority_ageing_steps
+                for child in request.children:
+                    child.order = (virtual_arrival, request.serial, child.index)
+                self.scheduler.add(request.children[0])
+            else:
+                self._end(request, "abort", None, touched)
+
+    def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
+        scheduled = self.clock()
+        for row in plan.rows:
+            metrics = _request(row).metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = scheduled
+        try:
+            result = self.runner.execute(plan)
+            if len(result.rows) != len(plan.rows):
+                raise RuntimeError(f"the runner returned {len(result.rows)} results for {len(plan.rows)} rows")
+        except Exception as error:
+            logger.exception("the forward pass of step %d failed", self.num_steps)
+            for row in plan.rows:
+                self._end(_request(row), "error", f"{type(error).__name__}: {error}", touched)
+            return
+        now = self.clock()
+        for row, row_result in zip(plan.rows, result.rows, strict=True):
+            request = _request(row)
+            if request.finished:
+                continue  # a sibling failed a moment ago
+            try:
+                self._apply(row, row_result, now, touched)
+            except Exception as error:
+                logger.exception("request %r failed", request.request_id)
+                self._end(request, "error", f"{type(error).__name__}: {error}", touched)
+
+    def _apply(self, row: ScheduledSequence, result: RowResult, now: float, touched: dict[Request, None]) -> None:
+        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
+        the finished leave.
+        """
+        child = cast("Child", row.sequence)
+        request = child.request
+        for sample in result.samples:
+            if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
+                self._end(request, "error", sample.error, touched)
+                return
+        self._mark_computed(child, row.start, row.start + row.num_tokens)
+        if row.prompt_logprobs:
+            request.add_prompt_logprobs(result.prompt_logprobs)
+        if not row.sample_for:
+            return
+        touched[request] = None
+        if request.metrics.first_token_time is None:
+            request.metrics.first_token_time = now
+        for parent, fork in request.advance(row, result):
+            self.scheduler.fork(parent, fork)
+        for sibling in cast("tuple[Child, ...]", row.sample_for):
+            if sibling.finish_reason is not None:
+                self.scheduler.remove(sibling)
+        if request.finished:
+            self._forget(request, now)
+
+    def _mark_computed(self, child: Child, start: int, computed: int) -> None:
+        """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
+        blocks.
+        """
+        if start < child.computed_before:
+            again = min(computed, child.computed_before) - start
+            child.request.metrics.num_recomputed_tokens += again
+            self._recomputed_tokens += again
+        child.num_computed = computed
+        if self._caching:
+            full = computed - computed % self.block_manager.block_size
+            if full > child.num_committed:
+                self.block_manager.commit_tokens(child.sequence_id, child.token_ids[child.num_committed : full])
+                child.num_committed = full
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
+        """End every child that is not over yet, in whatever state it is, and give its blocks back."""
+        if request.finished:
+            return
+        for child in request.children:
+            if child.finish_reason is None:
+                child.finish(reason, error)
+                self.scheduler.remove(child)
+        self._forget(request, self.clock())
+        touched[request] = None
+
+    def _forget(self, request: Request, now: float) -> None:
+        request.metrics.finished_time = now
+        with self._lock:
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
+
+    def _fail_stuck(self, touched: dict[Request, None]) -> None:
+        """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
+        this pool.
+        """
+        manager, child = self.block_manager, self.scheduler.waiting[0]
+        self._end(
+            child.request,
+            "error",
+            f"{child.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
+            f"{manager.num_physical_blocks} are available although no request runs: "
+            "something else holds blocks of this engine's manager",
+            touched,
+        )
+
+    # ---- ending requests at once, from the thread that steps
+
+    def drop(self, request: Request) -> None:
+        """End a submitted request now, without an output; nothing happens if it is over. Only for the thread that calls
+        `step`.
+        """
+        self._end(request, "abort", None, {})
+
+    def drop_all(self) -> None:
+        """`drop` every live request."""
+        for request in list(self._live.values()):
+            self.drop(request)
+
+    # ---- numbers
+
+    def stats(self) -> EngineStats:
+        """A snapshot. Exact between steps; from another thread during a step, of a moment in it."""
+        manager, scheduler = self.block_manager, self.scheduler
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + sum([command == "add" for command, _ in list(self._commands)]),
+            preemptions=scheduler.num_preemptions,
+            recomputed_tokens=self._recomputed_tokens,
+            blocks_total=manager.num_physical_blocks,
+            blocks_free=manager.num_free_blocks,
+            blocks_idle=manager.num_idle_blocks,
+            blocks_in_use=manager.num_blocks_in_use,
+            blocks_shared=manager.num_shared_blocks,
+            blocks_saved=manager.num_saved_blocks,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            internal_fragmentation_tokens=manager.internal_fragmentation_tokens(),
+        )
+
+
+def _request(row: ScheduledSequence) -> Request:
+    """Whose row it is: the sequences in this engine's plans are its requests' children."""
+    return cast("Child", row.sequence).request
+
+
+def _as_token_id(token: Any) -> int:
+    try:
+        return operator.index(token)
+    except TypeError:
+        raise ValueError(f"a prompt is a string or a list of token ids, got an element {token!r}") from None

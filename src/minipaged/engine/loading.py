@@ -1,0 +1,234 @@
+"""From the keywords of `LLM` to a running engine: model, pool, runner, tokenizer, in the order in which they depend on
+each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minipaged import cgroup
+from minipaged.engine.batch_metadata import BatchMetadata
+from minipaged.engine.config import EngineConfig, SchedulingPolicy
+from minipaged.engine.engine import Engine
+from minipaged.engine.listeners import FanOut, Journal
+from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, size_pool
+from minipaged.engine.runner import ModelRunner
+from minipaged.engine.sampler import Sampler
+from minipaged.kv import KVBlockManager, PagedKVCache
+from minipaged.kv.address import num_logical_blocks
+from minipaged.model.chat_template import ChatTemplate
+from minipaged.model.config import ModelConfig
+from minipaged.model.generation_config import GenerationDefaults
+from minipaged.model.hub import resolve_model
+from minipaged.model.tokenizer import Tokenizer
+from minipaged.threads import set_threads
+
+if TYPE_CHECKING:
+    import torch
+
+    from minipaged.kv import EvictionPolicy
+    from minipaged.model.qwen3 import Qwen3Model
+
+logger = logging.getLogger(__name__)
+
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The keywords of `LLM` and `AsyncLLM`; see `LLM` for what they mean."""
+
+    model: str | Path | None = None
+    tokenizer: str | Path | Tokenizer | None = None
+    revision: str | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str = "auto"
+    backend: str | None = None
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: str | EvictionPolicy = "lru"
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    seed: int = 0
+    threads: int | None = None
+    check_invariants: bool = False
+    kv_journal: str | Path | None = None
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine with everything that belongs to it."""
+
+    engine: Engine
+    model: Qwen3Model
+    caches: list[PagedKVCache]
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    folder: Path
+    pool: PoolSize
+    threads: int
+    events: FanOut
+    """Append a listener to follow the block manager's events."""
+    close_hooks: list[Callable[[], None]] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """A few lines for the start of a program: model, type, back end, threads, pool, and what was lowered."""
+        manager = self.engine.block_manager
+        nbytes = sum(cache.nbytes for cache in self.caches)
+        kind = str(self.model.dtype).removeprefix("torch.")
+        lines = [
+            f"model {self.folder.name}: {kind} on {self.model.device}, back end {self.model.backend.name}, "
+            f"{self.threads} threads",
+            f"KV pool {manager.num_physical_blocks} blocks of {manager.block_size} = "
+            f"{manager.num_physical_blocks * manager.block_size} tokens, {nbytes / 2**30:.2f} GiB; "
+            f"max_model_len {self.engine.max_model_len}",
+        ]
+        return "\n".join([*lines, *([self.pool.note] if self.pool.note else [])])
+
+
+def load_engine(options: EngineOptions) -> LoadedEngine:
+    """Load the model and set up everything else. Errors name the option to change; nothing is left behind if one is
+    raised.
+    """
+    _check(options)
+    threads = set_threads(options.threads)  # before the first tensor operation
+    import torch
+
+    from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.ops.registry import get_backend
+
+    device = torch.device(_device(options.device))
+    folder = resolve_model(options.model, options.revision)
+    config = ModelConfig.from_folder(folder)
+    defaults = GenerationDefaults.from_folder(folder, config)
+    tokenizer, text_folder = _tokenizer(options, folder)
+    if options.max_model_len is not None and options.max_model_len > config.max_context:
+        raise ValueError(
+            f"max_model_len = {options.max_model_len} is more than the model's {config.max_context} positions"
+        )
+    batched_tokens = options.max_num_batched_tokens or (
+        CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS
+    )
+    backend = get_backend(options.backend, device)
+    model = Qwen3Model.from_folder(
+        folder,
+        backend,
+        dtype=options.dtype,
+        device=device,
+        max_model_len=options.max_model_len,
+        max_tokens=batched_tokens + 1,
+    )
+    pool = size_pool(
+        block_bytes=config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size,
+        block_size=options.block_size,
+        available_bytes=_available_bytes(device, options.gpu_memory_utilization),
+        model_max_len=config.max_context,
+        max_model_len=options.max_model_len,
+        num_blocks=options.num_blocks,
+        kv_cache_memory=options.kv_cache_memory,
+    )
+    caches = [
+        PagedKVCache(
+            pool.num_blocks,
+            config.num_key_value_heads,
+            options.block_size,
+            config.head_dim,
+            dtype=model.dtype,
+            device=device,
+        )
+        for _ in range(config.num_hidden_layers)
+    ]
+    metadata = BatchMetadata(
+        max_tokens=batched_tokens + 1,
+        max_seqs=options.max_num_seqs,
+        max_blocks=min(pool.num_blocks, num_logical_blocks(pool.max_model_len, options.block_size)),
+        block_size=options.block_size,
+        num_slots=pool.num_blocks * options.block_size,
+        device=device,
+    )
+    events = FanOut(metadata.tables.on_event)
+    manager = KVBlockManager(
+        pool.num_blocks,
+        options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        eviction_policy=options.eviction_policy,
+        listener=events,
+    )
+    engine = Engine(
+        ModelRunner(model, backend, caches, Sampler(config.vocab_size), metadata),
+        manager,
+        EngineConfig(
+            max_model_len=pool.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=batched_tokens,
+            vocab_size=config.vocab_size,
+            scheduling_policy=options.scheduling_policy,
+            generation_defaults=defaults,
+            seed=options.seed,
+            check_invariants=options.check_invariants,
+            batch_invariant=backend.batch_invariant,
+        ),
+        tokenizer=tokenizer,
+    )
+    template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer is not None else None
+    loaded = LoadedEngine(engine, model, caches, tokenizer, template, folder, pool, threads, events)
+    if options.kv_journal is not None:
+        journal = Journal(options.kv_journal, pool.num_blocks, options.block_size)
+        events.listeners.append(journal)
+        loaded.close_hooks.append(journal.close)
+    logger.info("%s", loaded.summary())
+    return loaded
+
+
+def _check(options: EngineOptions) -> None:
+    """What can be refused before anything is loaded."""
+    for name, optional in (("block_size", False), ("max_num_seqs", False), ("max_num_batched_tokens", True)):
+        value: Any = getattr(options, name)
+        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
+    if not 0.0 < options.gpu_memory_utilization <= 1.0:
+        raise ValueError(
+            f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization!r}"
+        )
+    EngineConfig(scheduling_policy=options.scheduling_policy)
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _tokenizer(options: EngineOptions, folder: Path) -> tuple[Tokenizer | None, Path]:
+    """The tokenizer, and the folder where its chat template lies."""
+    if isinstance(options.tokenizer, Tokenizer):
+        return options.tokenizer, options.tokenizer.folder
+    if options.tokenizer is None:
+        return Tokenizer.from_folder(folder), folder
+    own = resolve_model(options.tokenizer, options.revision)
+    tokenizer = Tokenizer.from_folder(own)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer = {str(options.tokenizer)!r}: {own} has no tokenizer.json")
+    return tokenizer, own
+
+
+def _available_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
+    """What an automatic pool may take now that the weights are loaded."""
+    if device.type == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(free - (1.0 - gpu_memory_utilization) * total))
+    available = cgroup.available_memory()
+    return int((available if available is not None else 4 << 30) * CPU_MEMORY_SHARE)

@@ -1,0 +1,84 @@
+"""How many blocks the KV pool gets, and what that does to `max_model_len`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from minipaged.kv.address import num_logical_blocks
+
+CPU_MEMORY_SHARE = 0.25
+"""Share of the memory left after the weights that the pool takes on the CPU when nothing is said: other processes live
+there too.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """num_blocks blocks serve requests of at most max_model_len tokens; `note` says what was lowered, for the start-up
+    summary.
+    """
+
+    num_blocks: int
+    max_model_len: int
+    note: str | None = None
+
+
+def size_pool(
+    *,
+    block_bytes: int,
+    block_size: int,
+    available_bytes: int,
+    model_max_len: int,
+    max_model_len: int | None = None,
+    num_blocks: int | None = None,
+    kv_cache_memory: int | None = None,
+) -> PoolSize:
+    """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
+    take.
+
+    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never
+    written, so N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory
+    cannot hold one request of an explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the
+    pool, with a warning.
+    """
+    for name, value in (
+        ("num_blocks", num_blocks),
+        ("kv_cache_memory", kv_cache_memory),
+        ("max_model_len", max_model_len),
+    ):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+    if max_model_len is not None and max_model_len > model_max_len:
+        raise ValueError(f"max_model_len = {max_model_len} is more than the model's {model_max_len} positions")
+    wanted_len = max_model_len or model_max_len
+    wanted_blocks = num_logical_blocks(wanted_len - 1, block_size)
+    if num_blocks is not None:
+        if num_blocks < wanted_blocks:
+            note = (
+                f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
+                f"less than max_model_len = {wanted_len}: longer ones will be refused"
+            )
+            warnings.warn(note, stacklevel=3)
+            return PoolSize(num_blocks, wanted_len, note)
+        return PoolSize(num_blocks, wanted_len)
+    budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
+    blocks = budget // block_bytes
+    source = "kv_cache_memory" if kv_cache_memory is not None else "a quarter of the memory left"
+    if blocks < 1:
+        raise ValueError(
+            f"{source} = {budget} bytes does not hold one block of {block_bytes} bytes: raise kv_cache_memory"
+        )
+    if blocks >= wanted_blocks:
+        return PoolSize(blocks, wanted_len)
+    if max_model_len is not None:
+        raise ValueError(
+            f"one request of max_model_len = {max_model_len} tokens needs {wanted_blocks * block_bytes} bytes of K/V, "
+            f"and {source} is {budget} bytes: raise kv_cache_memory or lower max_model_len"
+        )
+    note = (
+        f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
+        f"holds {blocks} blocks; raise kv_cache_memory"
+    )
+    warnings.warn(note, stacklevel=3)
+    return PoolSize(blocks, blocks * block_size + 1, note)

@@ -1,0 +1,232 @@
+"""A request and its children: everything the engine keeps beside the tokens themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, cast
+
+from minipaged.engine.detokenizer import Detokenizer
+from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from minipaged.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from minipaged.engine.outputs import FinishReason
+    from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
+    from minipaged.engine.sampling_params import SamplingParams
+    from minipaged.kv import PrefixKeys
+    from minipaged.model.tokenizer import Tokenizer
+
+Order = tuple[int, int, int]
+
+
+class ChildState(Enum):
+    """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the
+    prompt.
+    """
+
+    NEW = 0
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Child(Sequence):
+    """One token stream of a request, as the scheduler sees it."""
+
+    request: Request
+    detokenizer: Detokenizer  # its text, and the check of everything that ends it
+    order: Order  # place in the scheduler's total order: (virtual arrival, serial of the request, index)
+    state: ChildState = ChildState.NEW
+    samples_with: tuple[Child, ...] = ()
+    """Who draws from this sequence's logits: itself, or, for the leader of n siblings until the prompt is computed, all
+    n.
+    """
+    num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
+    computed_before: int = 0  # tokens computed before the last preemption: computing them again is waste, and counted
+    waits_for: tuple[Child, int] | None = (
+        None  # (running sequence, number of computed tokens at which its prefix can be shared)
+    )
+    blocks_wanted: int = 0  # what an admission attempt that failed would have needed
+    keys: PrefixKeys | None = None  # its tokens as keys of the prefix index, from the first time it waits
+    last_turn: int = 0  # when it last had its turn, if there are more running sequences than tokens per step
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def seats(self) -> int:
+        """How many of `max_num_seqs` it takes: the siblings that will be forked from it count from the start."""
+        return len(self.samples_with)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Part of the prompt, or more than one token, is left to compute: everything else is a decode."""
+        computed = self.num_computed
+        return computed < self.num_prompt_tokens or len(self.token_ids) - computed > 1
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the
+        model.
+        """
+        collected = self.request.prompt_logprobs
+        return collected is not None and self.index == 0 and len(collected) < self.num_prompt_tokens
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a cached prefix may replace computing."""
+        return not self.wants_prompt_logprobs
+
+    def forget_computed(self) -> None:
+        """Its blocks are gone: start again at the first token, whatever the prefix cache still holds then."""
+        self.computed_before = max(self.computed_before, self.num_computed)
+        self.num_computed = self.num_committed = 0
+        self.blocks_wanted = 0
+        if self.wants_prompt_logprobs:
+            self.request.prompt_logprobs = [None]
+
+    def append(self, sample: SampledToken) -> None:
+        """Take a drawn token, and see whether it ends the text."""
+        self.token_ids.append(sample.token_id)
+        if self.logprobs is not None:
+            self.logprobs.append(self.request.with_text(sample.logprobs or {}))
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + (sample.logprob or 0.0)
+        _, self.finish_reason, self.stop_reason = self.detokenizer.append(sample.token_id)
+        if self.finish_reason is not None:
+            self.request.num_unfinished -= 1
+
+    def finish(self, reason: FinishReason, error: str | None) -> None:
+        """The text ends for a reason that is not in its tokens; what was held back of it (half a character, say) is let
+        go.
+        """
+        self.finish_reason, self.error = reason, error
+        self.request.num_unfinished -= 1
+        self.detokenizer.finish()
+
+    def output(self) -> CompletionOutput:
+        """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
+        it.
+        """
+        return CompletionOutput(
+            self.index,
+            self.detokenizer.text,
+            self.token_ids[self.num_prompt_tokens :],
+            self.cumulative_logprob,
+            None if self.logprobs is None else self.logprobs[:],
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+        )
+
+
+class Request:
+    """A prompt and its n children, of which the first computes the prompt for all."""
+
+    __slots__ = (
+        "cache_salt",
+        "children",
+        "metrics",
+        "num_cached_tokens",
+        "num_unfinished",
+        "params",
+        "prompt",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "serial",
+        "tokenizer",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        serial: int,
+        sequence_ids: list[int],
+        cache_salt: str | None,
+        tokenizer: Tokenizer | None,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.serial = serial
+        self.cache_salt = cache_salt
+        self.tokenizer = tokenizer
+        self.num_cached_tokens: int | None = None
+        self.num_unfinished = params.n
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+        self.metrics = RequestMetrics(arrival_time)
+        self.children = tuple(
+            Child(
+                sequence_id,
+                index,
+                list(prompt_token_ids),
+                len(prompt_token_ids),
+                params,
+                seed,
+                request=self,
+                detokenizer=Detokenizer(params, tokenizer),
+                order=(0, serial, index),
+                logprobs=None if params.logprobs is None else [],
+            )
+            for index, sequence_id in enumerate(sequence_ids)
+        )
+        for child in self.children:
+            child.samples_with = (child,)
+        self.children[0].samples_with = self.children
+
+    @property
+    def finished(self) -> bool:
+        """Whether every child is over."""
+        return self.num_unfinished == 0
+
+    def advance(self, row: ScheduledSequence, result: RowResult) -> list[tuple[Child, Child]]:
+        """Give each child in `row.sample_for` its token; returns who is to be forked from whom, (parent, child), before
+        anybody leaves.
+
+        The one place where the shape of a group changes: n siblings leave the nest when their prompt is computed.
+        """
+        leader, siblings = cast("Child", row.sequence), cast("tuple[Child, ...]", row.sample_for)
+        for child, sample in zip(siblings, result.samples, strict=True):
+            child.append(sample)
+        if len(siblings) == 1:
+            return []
+        leader.samples_with = (leader,)
+        return [(leader, child) for child in siblings if child is not leader and child.finish_reason is None]
+
+    def add_prompt_logprobs(self, entries: list[dict[int, Logprob]]) -> None:
+        """Append what a chunk of prefill gave; the first prompt token has none."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += [self.with_text(entry) for entry in entries]
+
+    def with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+        """Fill in what each token reads like."""
+        if self.tokenizer is not None:
+            for token_id, logprob in entry.items():
+                logprob.decoded_token = self.tokenizer.token_text(token_id)
+        return entry
+
+    def output(self) -> RequestOutput:
+        """A snapshot of the whole request."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [child.output() for child in self.children],
+            self.finished,
+            None if self.prompt_logprobs is None else self.prompt_logprobs[:],
+            self.num_cached_tokens,
+            self.metrics,
+        )

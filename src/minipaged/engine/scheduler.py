@@ -1,0 +1,306 @@
+"""Continuous batching: which tokens of which sequences the next step computes, and who waits.
+
+One total order rules everything: `Child.order`. Under "fcfs" it is the arrival. Under "priority" it is
+
+    arrival_step + priority * priority_ageing_steps
+
+a *virtual arrival*: a request of priority p is treated as if it had come p * priority_ageing_steps steps later. That is
+linear ageing (effective priority = priority - waited / ageing) written without a clock: the difference between two
+requests never changes while they wait, so the order is fixed at arrival, and a request is overtaken only by those that
+arrive within a known window.
+
+    waiting                 running (hold blocks)                   finished
+    sorted by order  ---->  sorted by order                  ---->
+        ^    admit: head first      | preempt: last first
+        +---------------------------+
+
+Rules, in the order in which a step applies them:
+
+1. Every running sequence with one token left to compute (a decode) gets it, oldest first.
+2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; at least one token if any is
+waiting.
+3. The head of the queue is admitted when the blocks of all its known tokens, less the cached ones, and what the running
+prefills
+   still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody passes a
+   head that does not fit. Only a request that waits for a prefix which a running one is computing right now lets others
+   pass.
+4. A sequence that finds no block takes those of the last running sequence, if that is newer than itself. The newest
+   waits in place instead. Blocks go back tail first, so that the prefix is still cached when the victim comes back.
+
+Liveness. The first unfinished sequence in the order is never preempted and is the first to be admitted. While it waits,
+only older ones are ahead of it, and there are none, so every running sequence is newer and finishes or is preempted by
+rule 4 in its turn. Once it runs, rule 4 lets it take every block of the pool, and submission refused whatever the whole
+pool cannot hold. So it computes at least one token per turn, and there are at most ceil(running /
+max_num_batched_tokens) steps between turns. Induction over the order does the rest.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from minipaged.engine.plan import ScheduledSequence, StepPlan
+from minipaged.engine.request import Child, ChildState
+from minipaged.errors import OutOfBlocksError
+
+if TYPE_CHECKING:
+    from minipaged.engine.config import EngineConfig
+    from minipaged.kv import KVBlockManager
+
+_ORDER = attrgetter("order")
+
+
+def _is_chunk(row: ScheduledSequence) -> bool:
+    return row.num_tokens > 1
+
+
+PROMPT_LOGPROBS_CHUNK = 64
+"""Largest chunk of a prefill that wants prompt log-probabilities: its logits are [chunk, vocabulary] in float32 (39 MB
+at 151,936).
+"""
+
+
+class Scheduler:
+    """Owns the queues and drives the block manager. `on_release(sequence_id)` is called whenever a sequence loses its
+    blocks.
+    """
+
+    def __init__(self, manager: KVBlockManager, config: EngineConfig, on_release: Callable[[int], None]) -> None:
+        self.manager = manager
+        self.max_num_seqs = config.max_num_seqs
+        self.token_budget = config.max_num_batched_tokens
+        self.watermark_blocks = int(manager.num_physical_blocks * config.watermark)
+        self.waiting: list[Child] = []
+        self.running: list[Child] = []
+        self.num_preemptions = 0
+        self.prefix_query_tokens = 0
+        self.prefix_hit_tokens = 0
+        self._on_release = on_release
+        self._turn = 0
+        self._rows: dict[Child, ScheduledSequence] = {}
+
+    # ---- queues
+
+    def add(self, child: Child) -> None:
+        """Queue a sequence; the leader of a request with n > 1 stands for all n until its prompt is computed."""
+        child.state = ChildState.WAITING
+        if child.keys is not None:
+            child.keys.extend(child.token_ids[len(child.keys) :])  # after a preemption: what was generated since
+        elif self.manager.enable_prefix_caching:
+            child.keys = self.manager.prefix_keys(child.token_ids, salt=child.request.cache_salt)
+        insort(self.waiting, child, key=_ORDER)
+
+    def fork(self, parent: Child, child: Child) -> None:
+        """`child` starts running with everything that `parent` has in memory, sharing its blocks."""
+        self.manager.fork_sequence(parent.sequence_id, child.sequence_id)
+        child.num_computed = parent.num_computed
+        child.num_committed = parent.num_committed
+        child.state = ChildState.RUNNING
+        insort(self.running, child, key=_ORDER)
+
+    def remove(self, child: Child) -> None:
+        """The sequence is over, in whatever state it is: take it out of its queue, give its blocks back."""
+        if child.state is ChildState.RUNNING:
+            self.running.remove(child)
+            self._release(child)
+        elif child.state is ChildState.WAITING:
+            self.waiting.remove(child)
+        child.state = ChildState.FINISHED
+        child.waits_for = None
+        if self.waiting:
+            self.waiting[0].blocks_wanted = 0  # things have changed: worth another look
+
+    def preempt(self, child: Child) -> None:
+        """Take a running sequence's blocks away; it is computed again later from its own token history."""
+        self.running.remove(child)
+        self._rows.pop(child, None)
+        self._release(child)
+        child.forget_computed()
+        child.request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        self.add(child)
+
+    def _release(self, child: Child) -> None:
+        self.manager.release_sequence(child.sequence_id)
+        self._on_release(child.sequence_id)
+
+    # ---- one step
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step and allocate the slots of every token in it. Rows: one-token rows first, then chunks,
+        each by order.
+        """
+        self._rows = {}
+        preemptions = self.num_preemptions
+        decodes: list[Child] = []
+        prefills: list[Child] = []
+        for child in self.running:
+            (prefills if child.is_prefill else decodes).append(child)
+
+        for child in self._take_turns(decodes):
+            if child.state is ChildState.RUNNING:  # not preempted by an older one a moment ago
+                self._schedule_tokens(child, 1)
+        budget = max(self.token_budget - len(self._rows), 1)
+        for child in prefills:
+            if budget == 0:
+                break
+            if child.state is ChildState.RUNNING:
+                budget -= self._schedule_tokens(child, budget)
+        if self.waiting and budget and self.num_preemptions == preemptions:
+            self._admit(budget)
+
+        rows = list(self._rows.values())
+        if len(rows) > len(decodes):
+            rows.sort(key=_is_chunk)
+        return StepPlan(rows, self.manager.take_block_copies(), sum([row.num_tokens for row in rows]))
+
+    def _take_turns(self, decodes: list[Child]) -> list[Child]:
+        """All decodes, or as many as the budget holds: those that have waited longest for their turn."""
+        if len(decodes) <= self.token_budget:
+            return decodes
+        decodes = sorted(decodes, key=attrgetter("last_turn", "order"))[: self.token_budget]
+        self._turn += 1
+        for child in decodes:
+            child.last_turn = self._turn
+        return sorted(decodes, key=_ORDER)
+
+    def _schedule_tokens(self, child: Child, budget: int) -> int:
+        """Give `child` slots for its next tokens, at most `budget`; returns how many (0: no block, and nobody newer to
+        take one from).
+        """
+        manager, start = self.manager, child.num_computed
+        wanted = min(len(child.token_ids) - start, budget)
+        if child.wants_prompt_logprobs:
+            wanted = min(wanted, PROMPT_LOGPROBS_CHUNK)
+        while True:
+            # Rather a smaller chunk than somebody else's blocks: a prefill preempts only when it cannot advance at all.
+            if wanted > 1:
+                block_size = manager.block_size
+                wanted = max(1, min(wanted, -start % block_size + manager.num_available_blocks * block_size))
+            try:
+                slots = (
+                    [manager.append_token(child.sequence_id)]
+                    if wanted == 1
+                    else manager.append_tokens(child.sequence_id, wanted)
+                )
+                break
+            except OutOfBlocksError:
+                victim = self.running[-1]
+                if victim is child:
+                    return 0
+                self.preempt(victim)
+        self._rows[child] = ScheduledSequence(
+            child,
+            start,
+            wanted,
+            slots,
+            child.samples_with if start + wanted == len(child.token_ids) else (),
+            child.wants_prompt_logprobs,
+        )
+        return wanted
+
+    # ---- admission
+
+    def _admit(self, budget: int) -> None:
+        """Start waiting sequences, strictly in order, while seats, tokens and blocks last."""
+        seats = self.max_num_seqs - sum([child.seats for child in self.running])
+        promised = sum([self._still_needed(child) for child in self.running if child.is_prefill])
+        position = 0
+        while position < len(self.waiting) and budget > 0:
+            child = self.waiting[position]
+            if child.seats > seats:
+                return
+            if self._waits_for_prefix(child):
+                position += 1
+                continue
+            if not self._start(child, promised):
+                return
+            del self.waiting[position]
+            seats -= child.seats
+            budget -= self._schedule_tokens(child, budget)
+            promised += self._still_needed(child)
+
+    def _still_needed(self, child: Child) -> int:
+        """Blocks that the tokens known today will take after this step's chunk: promised at admission, not to be given
+        away.
+        """
+        left = len(child.token_ids) - self.manager.sequences[child.sequence_id].sequence_length
+        return self.manager.blocks_needed(child.sequence_id, left) if left > 0 else 0
+
+    def _start(self, child: Child, promised: int) -> bool:
+        """Bind the cached prefix and move `child` to running if the rest fits; otherwise leave everything as it was."""
+        manager = self.manager
+        free_before = manager.num_available_blocks
+        spare = free_before - (promised + self.watermark_blocks if self.running else 0)
+        if self.running and spare < child.blocks_wanted:
+            return (
+                False  # an earlier attempt found that it needs so many: do not look the prefix up again at every step
+            )
+        if child.keys is not None and child.reads_cache:
+            state = manager.create_sequence_from_prefix(child.sequence_id, child.keys)
+        else:
+            state = manager.create_sequence(child.sequence_id, salt=child.request.cache_salt)
+        cached = state.sequence_length
+        # Blocks that the hit woke from idleness are no longer available to anybody: they count as well.
+        wanted = (
+            free_before
+            - manager.num_available_blocks
+            + manager.blocks_needed(child.sequence_id, len(child.token_ids) - cached)
+        )
+        if wanted > spare:
+            manager.release_sequence(child.sequence_id)
+            self._on_release(child.sequence_id)
+            child.blocks_wanted = wanted
+            return False
+        child.blocks_wanted = 0
+        child.num_computed = child.num_committed = cached
+        child.state = ChildState.RUNNING
+        insort(self.running, child, key=_ORDER)
+        if child.request.num_cached_tokens is None:
+            child.request.num_cached_tokens = cached
+            if child.keys is not None and child.reads_cache:
+                self.prefix_query_tokens += len(child.token_ids)
+                self.prefix_hit_tokens += cached
+        return True
+
+    # ---- waiting for a prefix
+
+    def _waits_for_prefix(self, child: Child) -> bool:
+        """Is a running prefill about to compute this sequence's next full block? Then wait for it and share.
+
+        The provider is looked for once; afterwards the check is O(1) until the provider has computed everything that
+        both have in common, or stops running (finished, aborted, failed, preempted). The waiting one holds nothing, so
+        nobody can wait for it.
+        """
+        if child.waits_for is not None:
+            provider, until = child.waits_for
+            if provider.state is ChildState.RUNNING and provider.num_computed < until:
+                return True
+            child.waits_for = None
+        if child.keys is None or not child.reads_cache:
+            return False
+        providers = [(other, other.keys) for other in self.running if other.is_prefill and other.keys is not None]
+        if not providers:
+            return False
+        block_size = self.manager.block_size
+        wanted = child.keys.fingerprints[
+            : (len(child.token_ids) - 1) // block_size
+        ]  # the last token is always computed
+        cached = self.manager.match_prefix(child.keys) // block_size
+        for provider, keys in providers:
+            end = shared_prefix_blocks(wanted, keys.fingerprints, cached)
+            if end > cached and end * block_size > provider.num_computed:
+                child.waits_for = (provider, end * block_size)
+                return True
+        return False
+
+
+def shared_prefix_blocks(a: list[int], b: list[int], start: int) -> int:
+    """How many leading blocks two sequences have in common, `start` if not even the one after these. An equal
+    fingerprint vouches for everything before it, so neither beginning is compared again."""
+    end, limit = start, min(len(a), len(b))
+    while end < limit and a[end] == b[end]:
+        end += 1
+    return end

@@ -1,0 +1,55 @@
+"""How many threads to compute with: the processors this process may really use, set once before the first tensor is
+touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import warnings
+from pathlib import Path
+
+from minipaged import cgroup
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_chosen: int | None = None
+
+
+def default_threads(proc: Path = cgroup.PROC, root: Path = cgroup.CGROUP) -> int:
+    """min(processors in the affinity mask, whole processors in the control group's quota), at least 1.
+
+    torch counts the processors of the host; in a container with a smaller quota its lock-step threads would be
+    throttled.
+    """
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cgroup.cpu_quota(proc, root)
+    return max(1, affinity if quota is None else min(affinity, math.floor(quota)))
+
+
+def set_threads(threads: int | None = None) -> int:
+    """Fix the number of compute threads of this process and return it; the first call decides.
+
+    threads: what the user wants, at least 1; None = `default_threads()`, or what is set already. A later, different
+    number only
+    warns: the thread pool is shared by everything in the process.
+    """
+    global _chosen  # noqa: PLW0603 - the thread count is the process's, not an engine's
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads must be an integer of at least 1 or None, got {threads!r}")
+    with _lock:
+        if _chosen is not None:
+            if threads is not None and threads != _chosen:
+                warnings.warn(
+                    f"threads = {threads} has no effect: this process already computes with {_chosen}", stacklevel=3
+                )
+            return _chosen
+        import torch
+
+        _chosen = threads or default_threads()
+        torch.set_num_threads(_chosen)
+        logger.info("computing with %d threads", _chosen)
+        return _chosen
