@@ -123,6 +123,7 @@ class BatchMetadata:
         starts = [0]
         logits_rows: list[int] = []
         max_query_len = 0
+        num_decode_rows = next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows))
         for row in plan.rows:
             start, count = row.start, row.num_tokens
             if count == 1:
@@ -158,6 +159,7 @@ class BatchMetadata:
                 query_start_loc=self._fill("query_start_loc", starts),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
+                num_decode_rows=num_decode_rows,
             ),
             self._fill("logits_rows", logits_rows),
         )

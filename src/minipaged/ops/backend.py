@@ -62,7 +62,9 @@ class AttentionBatch:
     seq_lens: Tensor  # int32 [B]
     query_start_loc: Tensor  # int32 [B + 1]
     max_query_len: int
-    max_seq_len: int
+    max_seq_len: int  # at least the largest of seq_lens
+    num_decode_rows: int = 0
+    """So many leading rows have exactly one query. A hint: 0 where the caller does not know."""
 
 
 @dataclass(slots=True)
