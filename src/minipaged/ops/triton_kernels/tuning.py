@@ -39,18 +39,19 @@ def tile_key(kind: str, head_dim: int, dtype: torch.dtype, block_size: int, grou
 
 def decode_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int) -> Tile:
     """Memory-bound: enough bytes in flight, small programs."""
-    default = Tile(0, 64 if head_dim * dtype.itemsize <= 256 else 32, 4, 3 if dtype.itemsize == 2 else 2)
+    row = head_dim * dtype.itemsize  # bytes
+    default = Tile(0, 64 if row <= 256 else 32 if row <= 512 else 16, 4, 3 if dtype.itemsize == 2 else 2)
     return tuned().get(tile_key("decode", head_dim, dtype, block_size, group), default)
 
 
 def varlen_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int) -> Tile:
     """Compute-bound: the largest matrices that registers and shared memory hold."""
     if dtype.itemsize == 4:
-        default = Tile(32, 32, 4, 2)
+        default = Tile(16, 32 if head_dim <= 128 else 16, 4, 1)  # exact float32 products: no matrix units, many registers
     elif head_dim <= 128:
         default = Tile(128, 64, 8, 3)
     else:
-        default = Tile(64, 32, 4, 2)
+        default = Tile(64, 32, 8, 2)
     return tuned().get(tile_key("varlen", head_dim, dtype, block_size, group), default)
 
 
