@@ -48,13 +48,13 @@ class StubModel:
     def __init__(self, max_rows: int) -> None:
         self._logits = torch.randn(max_rows, VOCAB, generator=torch.Generator().manual_seed(0))
 
-    def forward(self, token_ids, plan, caches, logits_rows=None):  # noqa: ANN001, ANN201
+    def forward(self, token_ids, plan, caches, logits_rows=None):
         return self._logits[: len(logits_rows)]
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         return AttentionPlan(batch)
 
-    def copy_blocks(self, caches, pairs) -> None:  # noqa: ANN001
+    def copy_blocks(self, caches, pairs) -> None:
         raise AssertionError("nothing is forked here")
 
 
@@ -83,9 +83,7 @@ def measure(tokenizer: Tokenizer, num_seqs: int, sampling: dict, *, steps: int, 
         block_size=BLOCK_SIZE,
         num_slots=blocks * BLOCK_SIZE,
     )
-    manager = KVBlockManager(
-        blocks, BLOCK_SIZE, enable_prefix_caching=True, listener=FanOut(metadata.tables.on_event)
-    )
+    manager = KVBlockManager(blocks, BLOCK_SIZE, enable_prefix_caching=True, listener=FanOut(metadata.tables.on_event))
     model = StubModel(num_seqs)
     runner = ModelRunner(model, model, [], Sampler(VOCAB), metadata)
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=4096, vocab_size=VOCAB)

@@ -218,10 +218,7 @@ def test_chat_template(tokenizer: Any) -> None:
     assert render() == history
     assert render(add_generation_prompt=True) == history + opening
     assert render(add_generation_prompt=True, enable_thinking=True) == history + opening
-    assert (
-        render(add_generation_prompt=True, enable_thinking=False)
-        == history + opening + "<think>\n\n</think>\n\n"
-    )
+    assert render(add_generation_prompt=True, enable_thinking=False) == history + opening + "<think>\n\n</think>\n\n"
 
 
 # --- what it writes -----------------------------------------------------------------------------

@@ -31,12 +31,13 @@ from pathlib import Path
 import tokenizers
 import torch
 import transformers
-from demo_model.folder import Log, measure, model_card, save
-from demo_model.network import add_dropout, evaluate, make_config, make_optimizers, token_loss
-from demo_model.text import RowSampler, split_text, train_tokenizer
 from torch import nn
 from tqdm import tqdm
 from transformers import Qwen3ForCausalLM
+
+from demo_model.folder import Log, measure, model_card, save
+from demo_model.network import add_dropout, evaluate, make_config, make_optimizers, token_loss
+from demo_model.text import RowSampler, split_text, train_tokenizer
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "src" / "minipaged" / "demo_model"
 
@@ -77,9 +78,7 @@ def budget(options: Options, clock: Callable[[], float] = time.monotonic) -> Ite
         step += 1
 
 
-def train(
-    model: Qwen3ForCausalLM, sampler: RowSampler, held_out: list[int], options: Options, log: Log
-) -> None:
+def train(model: Qwen3ForCausalLM, sampler: RowSampler, held_out: list[int], options: Options, log: Log) -> None:
     """Train ``model`` in place and leave it at its best evaluation."""
     add_dropout(model, options.dropout)
     optimizers = make_optimizers(model, options.learning_rate, options.weight_decay)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -357,7 +358,7 @@ def _listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)
-    return [prompts] if prompts and all(hasattr(item, "__index__") for item in prompts) else prompts
+    return [prompts] if prompts and all(isinstance(item, Integral) for item in prompts) else prompts
 
 
 def _paired(prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[tuple[Any, Any]]:

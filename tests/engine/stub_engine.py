@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from paged_stub import VOCAB, PagedMemory, PagedStubRunner
+
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
-from paged_stub import VOCAB, PagedMemory, PagedStubRunner
 
 
 class StubEngine:
-    """`engine`, `manager`, `runner` and `memory`, and what has come out so far in `last` (final or latest output per request)."""
+    """`engine`, `manager`, `runner` and `memory`, and what has come out so far in `last` (final or latest output per
+    request).
+    """
 
     def __init__(
         self,
@@ -80,7 +83,9 @@ class StubEngine:
 
 
 def alone(prompt: list[int], *, block_size: int = 4, **params: Any) -> list[list[int]]:
-    """The outputs of the same request in an engine of its own, with a large pool, no cache, and the prompt in one piece."""
+    """The outputs of the same request in an engine of its own, with a large pool, no cache, and the prompt in one
+    piece.
+    """
     stub = StubEngine(256, block_size, caching=False, max_num_batched_tokens=4096)
     stub.add("alone", prompt, **params)
     return [child.token_ids for child in stub.run()["alone"].outputs]

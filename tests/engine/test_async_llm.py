@@ -9,11 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from stub_engine import StubEngine, alone
+
 from minipaged.engine.async_llm import AsyncLLM, EngineDeadError
 from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.plan import StepPlan
 from minipaged.engine.sampling_params import SamplingParams
-from stub_engine import StubEngine, alone
 
 GREEDY = {"temperature": 0.0, "seed": 0}
 

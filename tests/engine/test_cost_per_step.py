@@ -6,6 +6,7 @@ import cProfile
 import pstats
 
 import torch
+
 from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
@@ -73,7 +74,9 @@ def test_calls_per_step_do_not_grow_with_length() -> None:
 
 
 def test_the_block_tables_of_a_step_are_those_of_the_manager() -> None:
-    """The rows that are kept up to date by events equal the manager's tables at every step: forks, copies, preemptions, prefix hits."""
+    """The rows that are kept up to date by events equal the manager's tables at every step: forks, copies, preemptions,
+    prefix hits.
+    """
     num_blocks, block_size = 12, 4
     metadata = BatchMetadata(
         max_tokens=64, max_seqs=8, max_blocks=num_blocks, block_size=block_size, num_slots=num_blocks * block_size

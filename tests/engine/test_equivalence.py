@@ -1,7 +1,9 @@
-"""C17 and the equivalence matrix: whatever the engine does around a request, its logits and tokens are those of the request alone.
+"""C17 and the equivalence matrix: whatever the engine does around a request, its logits and tokens are those of the
+request alone.
 
-Float32, tiny random Qwen3, every cache block poisoned with NaN before it is used and again when it loses its content. Logits within 1e-4;
-tokens equal wherever the margin between the two largest logits is above 1e-3, and how many of these there were is checked.
+Float32, tiny random Qwen3, every cache block poisoned with NaN before it is used and again when it loses its content.
+Logits within 1e-4; tokens equal wherever the margin between the two largest logits is above 1e-3, and how many of these
+there were is checked.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from minipaged import LLM, SamplingParams
 from minipaged.engine.listeners import Poison
 from minipaged.engine.outputs import RequestOutput
@@ -209,7 +212,7 @@ def test_prompt_logprobs_with_a_warm_cache(tiny_folder: Path, oracle: Callable) 
     assert len(entries) == 12
     assert entries[0] is None
     for position, entry in enumerate(entries[1:]):
-        assert entry[prompt[position + 1]].logprob == pytest.approx(wanted[position, prompt[position + 1]].item(), abs=1e-4)
-        best = int(wanted[position].argmax())
-        assert entry[best].rank == 1
+        token = prompt[position + 1]
+        assert entry[token].logprob == pytest.approx(wanted[position, token].item(), abs=1e-4)
+        assert entry[int(wanted[position].argmax())].rank == 1
     compare(rig.result("scored"), oracle(prompt))

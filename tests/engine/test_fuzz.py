@@ -53,7 +53,7 @@ def fuzz(seconds: float, first_seed: int) -> None:
 
 def test_fuzz_for_a_fixed_time() -> None:
     """As above, without Hypothesis' overhead: more workloads per second, reproducible by the seed in the message."""
-    fuzz(float(os.environ.get("MINIPAGED_SHORT_FUZZ_SECONDS", "20")), 0)
+    fuzz(float(os.environ.get("MINIPAGED_SHORT_FUZZ_SECONDS", "25")), 0)
 
 
 @pytest.mark.slow

@@ -6,12 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+from stub_engine import StubEngine, alone
+
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
+from minipaged.engine.request import Child
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
-from stub_engine import StubEngine, alone
 
 
 def make_busy(state: str) -> StubEngine:
@@ -190,7 +192,9 @@ def test_stop_strings_and_biases_are_checked_before_anything_happens() -> None:
 
 
 def test_an_exception_in_the_forward_pass_fails_that_steps_requests_only() -> None:
-    """Their blocks are freed, their new blocks are not findable (the pass left rubbish in them), and the engine goes on."""
+    """Their blocks are freed, their new blocks are not findable (the pass left rubbish in them), and the engine goes
+    on.
+    """
     stub = StubEngine(32, 4, max_num_seqs=2)
     stub.add("a", list(range(10)), max_tokens=4)
     stub.add("b", [7, 7, 7], max_tokens=4)
@@ -223,6 +227,15 @@ def test_a_row_without_a_token_fails_its_own_request_only() -> None:
     assert stub.is_idle()
 
 
+def test_what_a_failed_row_computed_is_not_findable() -> None:
+    stub = StubEngine()
+    stub.runner.bad_row = lambda step, sequence_id: step == 0
+    stub.add("bad", list(range(9)), max_tokens=6)
+    assert stub.run()["bad"].outputs[0].error == "injected NaN"
+    stub.add("again", list(range(9)), max_tokens=6)
+    assert stub.run()["again"].num_cached_tokens == 0
+
+
 def test_a_runner_that_answers_nonsense_fails_the_step() -> None:
     class Short:
         def execute(self, plan: StepPlan) -> StepResult:
@@ -239,7 +252,9 @@ def test_the_smallest_runner_is_one_method() -> None:
 
     class Counting:
         def execute(self, plan: StepPlan) -> StepResult:
-            return StepResult([RowResult([SampledToken(len(s.token_ids)) for s in row.sample_for]) for row in plan.rows])
+            return StepResult(
+                [RowResult([SampledToken(len(s.token_ids)) for s in row.sample_for]) for row in plan.rows]
+            )
 
     engine = Engine(Counting(), KVBlockManager(8, 4), EngineConfig())
     engine.add_request("r", [1, 2], SamplingParams(max_tokens=3))
@@ -260,12 +275,33 @@ def test_an_error_in_one_requests_text_fails_that_request() -> None:
             raise LookupError("no such token")
 
     stub = StubEngine(tokenizer=Tokenizer())
-    stub.add("bad", [1, 2], max_tokens=3)
+    stub.add("bad", [1, 2], n=3, max_tokens=3)
     stub.add("good", [3, 4], max_tokens=3, detokenize=False)
     stub.run()
     assert stub.last["bad"].outputs[0].error == "LookupError: no such token"
     assert [stub.tokens("good")] == alone([3, 4], max_tokens=3)
     assert stub.is_idle()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_an_error_in_one_childs_text_leaves_nothing_of_its_siblings(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the siblings have just ended with the same step."""
+    append = Child.append
+
+    def fail(self: Child, sample: SampledToken) -> None:
+        if self.index == bad and self.request.request_id == "bad":
+            raise LookupError("no such token")
+        append(self, sample)
+
+    monkeypatch.setattr(Child, "append", fail)
+    for max_tokens in (1, 5):
+        stub = StubEngine()
+        stub.add("bad", [1, 2, 3], n=3, max_tokens=max_tokens)
+        stub.add("good", [3, 4], max_tokens=3)
+        stub.run()
+        assert stub.reason("bad", bad) == "error"
+        assert [stub.tokens("good")] == alone([3, 4], max_tokens=3)
+        assert stub.is_idle()
 
 
 def test_ctrl_c_in_a_step_leaves_an_engine_that_can_go_on() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+from stub_engine import StubEngine, alone
+
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
-from stub_engine import StubEngine, alone
 
 
 def test_what_never_fits_is_refused_and_the_next_request_runs() -> None:
@@ -80,7 +83,7 @@ def test_more_sequences_than_budget_take_turns() -> None:
             steps_of[row.sequence.sequence_id].append(step)
     for steps in steps_of.values():
         assert len(steps) == 10
-        assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 4
+        assert max(b - a for a, b in pairwise(steps)) <= 4
 
 
 @pytest.mark.parametrize("later", ["small", "same size"])
@@ -111,19 +114,39 @@ def test_the_watermark_keeps_room_for_those_who_run() -> None:
     alone_first = StubEngine(100, 1, caching=False, watermark=0.1)
     alone_first.add("all", [2] * 100, max_tokens=1)  # nothing runs: no watermark
     alone_first.step()
-    assert alone_first.last["all"].finished
+    assert alone_first.reason("all") == "length"
 
 
 def test_promised_blocks_are_not_given_away() -> None:
-    """Blocks are allocated chunk by chunk, but a second prompt does not get those that the first will need."""
-    stub = StubEngine(16, 4, max_num_batched_tokens=8, caching=False)
-    stub.add("first", [1] * 40, max_tokens=2)
-    stub.add("second", [2] * 28, max_tokens=2)
-    stub.step()
-    assert stub.manager.num_available_blocks == 14  # 8 tokens of the first are there, 8 blocks are promised
-    assert stub.engine.stats().waiting == 1
+    """Blocks are allocated chunk by chunk, but a second prompt does not get those that the first will need.
+
+    (A prefill that wants prompt log-probabilities leaves a part of the budget to others, in chunks of 64.)
+    """
+    for steps in (1, 2):  # the second comes in the step of the first, or later
+        stub = StubEngine(80, 4, caching=False)
+        stub.add("first", [1] * 200, max_tokens=2, prompt_logprobs=0)
+        stub.step(steps - 1)
+        stub.add("second", [2] * 180, max_tokens=2)
+        stub.step()
+        assert stub.manager.num_available_blocks == 80 - 16 * steps  # it needs 45, and more than 30 are promised
+        assert stub.engine.stats().waiting == 1
+        stub.run()
+        assert stub.engine.stats().preemptions == 0
+
+
+def test_a_victim_that_has_its_slot_already_leaves_the_plan() -> None:
+    """A prefill of high priority takes the blocks of a decode that was scheduled a moment before, in the same step."""
+    stub = StubEngine(16, 1, scheduling_policy="priority", max_num_batched_tokens=2, caching=False)
+    stub.add("low", [1] * 4, max_tokens=12, priority=3)
+    stub.step(3)
+    stub.add("high", [2] * 10, max_tokens=2)
+    while stub.engine.stats().preemptions == 0:
+        stub.step()
+        assert 1 in stub.rows()
+    assert 0 not in stub.rows()
     stub.run()
-    assert stub.engine.stats().preemptions == 0
+    assert [stub.tokens("low")] == alone([1] * 4, max_tokens=12)
+    assert [stub.tokens("high")] == alone([2] * 10, max_tokens=2)
 
 
 def test_max_num_seqs_counts_every_child_from_its_admission() -> None:
@@ -133,7 +156,7 @@ def test_max_num_seqs_counts_every_child_from_its_admission() -> None:
     stub.add("two", [2] * 4, n=2, max_tokens=2)
     stub.step(5)
     assert stub.engine.stats().waiting == 1
-    with pytest.raises(RequestTooLargeError, match="n = 5 .*max_num_seqs = 4"):
+    with pytest.raises(RequestTooLargeError, match=r"n = 5 .*max_num_seqs = 4"):
         stub.add("five", [3], n=5)
     stub.run()
     assert stub.finish_order == ["three", "two"]
@@ -143,7 +166,9 @@ def test_max_num_seqs_counts_every_child_from_its_admission() -> None:
 @pytest.mark.parametrize("past", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
 def test_preemption_changes_nothing_but_time(block_size: int, past: int, caching: bool) -> None:
-    """The newest gives its blocks up at k * bs or k * bs + 1 tokens, comes back, and its stream goes on as if nothing had happened."""
+    """The newest gives its blocks up at k * bs or k * bs + 1 tokens, comes back, and its stream goes on as if nothing
+    had happened.
+    """
     stub = StubEngine(8, block_size, caching=caching)
     prompts = [[7] * (3 * block_size + past), [8] * (3 * block_size + past)]
     params = {"temperature": 1.0, "max_tokens": 4 * block_size}
@@ -188,7 +213,9 @@ def test_forks_are_preempted_one_by_one() -> None:
 
 
 def test_liveness_bound_under_overload() -> None:
-    """30 requests on a pool for about two: all finish, in order of arrival for equal sizes, within the bound of the scheduler's docstring."""
+    """30 requests on a pool for about two: all finish, in order of arrival for equal sizes, within the bound of the
+    scheduler's docstring.
+    """
     stub = StubEngine(8, 4, max_num_seqs=8, max_num_batched_tokens=5)
     for number in range(30):
         stub.add(f"r{number}", [number] * 9, max_tokens=12)
@@ -200,7 +227,9 @@ def test_liveness_bound_under_overload() -> None:
 
 
 def test_priority_runs_the_urgent_first_and_ages_the_others() -> None:
-    """A request of priority 1 is overtaken by priority 0 only as long as these arrive within `priority_ageing_steps` steps."""
+    """A request of priority 1 is overtaken by priority 0 only as long as these arrive within `priority_ageing_steps`
+    steps.
+    """
     stub = StubEngine(64, 4, max_num_seqs=1, scheduling_policy="priority", priority_ageing_steps=10, caching=False)
     stub.add("first", [1], max_tokens=2)
     stub.step()

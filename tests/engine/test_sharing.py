@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from paged_stub import oracle
-from minipaged.engine.sampling_params import SamplingParams
 from stub_engine import StubEngine, alone
+
+from minipaged.engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (14, 12), (17, 16)])
@@ -66,20 +67,23 @@ def test_a_prefix_that_is_half_computed_is_waited_for_as_well() -> None:
 
 @pytest.mark.parametrize("end", ["abort", "error", "preempted"])
 def test_waiting_for_a_prefix_ends_when_its_provider_does(end: str) -> None:
-    stub = StubEngine(64, 4, max_num_batched_tokens=4)
-    prompt = list(range(20))
-    stub.add("provider", prompt, max_tokens=2)
+    """The provider wants prompt log-probabilities: it takes chunks of 64 and leaves budget to others."""
+    stub = StubEngine(128, 4)
+    prompt = [number % 300 for number in range(200)]
+    stub.add("provider", prompt, max_tokens=2, prompt_logprobs=0)
     stub.add("waiting", prompt, max_tokens=2)
     stub.step(2)
-    assert stub.engine.stats().waiting == 1
+    assert stub.rows() == {0: (64, 64)}
     if end == "abort":
         stub.engine.abort("provider")
     elif end == "error":
         stub.runner.fail = lambda step: step == 2
+        stub.step()
     else:
         stub.engine.scheduler.preempt(stub.engine.scheduler.running[0])
-    stub.run(limit=40)
+    stub.run(limit=10)
     assert [stub.tokens("waiting")] == alone(prompt, max_tokens=2)
+    assert stub.last["waiting"].num_cached_tokens == (196 if end == "preempted" else 128)
     assert stub.reason("provider") == {"abort": "abort", "error": "error", "preempted": "length"}[end]
     assert stub.is_idle()
 
@@ -135,7 +139,9 @@ def test_generated_tokens_are_cached_too() -> None:
 
 
 def test_copy_on_write_of_the_half_filled_block() -> None:
-    """C13: 6 tokens, block size 4, three children: two copies, the prompt computed once, and the prompt's blocks shared."""
+    """C13: 6 tokens, block size 4, three children: two copies, the prompt computed once, and the prompt's blocks
+    shared.
+    """
     stub = StubEngine(16, 4, caching=False)
     params = {"n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 5}
     stub.add("r", [1, 2, 3, 4, 5, 6], **params)

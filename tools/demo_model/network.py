@@ -45,9 +45,7 @@ def add_dropout(model: Qwen3ForCausalLM, p: float) -> None:
             module.register_forward_hook(drop)
 
 
-def make_optimizers(
-    model: Qwen3ForCausalLM, learning_rate: float, weight_decay: float
-) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: Qwen3ForCausalLM, learning_rate: float, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings and norms.
 
     Muon: K. Jordan et al., 2024, with the step scaled to AdamW's (J. Liu et al., arXiv 2502.16982), so
@@ -68,9 +66,7 @@ def make_optimizers(
 def token_loss(model: Any, inputs: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     """Cross entropy in nats; ``inputs`` and ``labels`` are ``[batch, tokens]``, already shifted."""
     logits = model(input_ids=inputs, use_cache=False).logits
-    return F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction=reduction
-    )
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction=reduction)
 
 
 @torch.no_grad()

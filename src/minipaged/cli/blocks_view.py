@@ -115,7 +115,7 @@ def _tables(snapshot: PoolSnapshot, colour: dict[int, str]) -> Table:
     table.add_column("sequence")
     table.add_column("tokens", justify="right")
     table.add_column("waste", justify="right")
-    table.add_column("block table (logical 0, 1, 2, ... -> physical block : tokens in it)")
+    table.add_column("block table (physical block:tokens)")
     for sequence, blocks in sorted(snapshot.tables.items()):
         length, row = snapshot.lengths[sequence], Text()
         for block in blocks:

@@ -12,10 +12,9 @@ import typer
 from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, usage_errors, with_flags
 
 if TYPE_CHECKING:
+    from minipaged.cli.blocks_view import PoolSnapshot
     from minipaged.engine.outputs import RequestOutput
     from minipaged.llm import LLM
-
-    from minipaged.cli.blocks_view import PoolSnapshot
 
 EXAMPLE = 'Example:  minipaged generate "ROMEO:" --max-tokens 100'
 
@@ -36,7 +35,8 @@ def generate(
         if not all(prompts):
             raise ValueError("an empty prompt has nothing to continue; give at least one character")
         params = SamplingParams(**{k: v for k, v in sampling.items() if v is not None})
-    with LLM(model, **llm) as engine_owner:
+        engine_owner = LLM(model, **llm)
+    with engine_owner:
         if not as_json:
             typer.echo(engine_owner.summary(), err=True)
         session = _Session(engine_owner, keep_snapshots=show_blocks)

@@ -10,12 +10,15 @@ import functools
 import inspect
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import typer
+
+from minipaged.errors import CheckpointError, UnsupportedModelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,11 +36,11 @@ class Flag:
         """The Typer parameter, in this panel of --help; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
-        hint = Annotated[
-            self.type if self.type is bool or self.default is not None else self.type | None,
-            typer.Option(decl, help=self.help, rich_help_panel=panel),
-        ]
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=hint)
+        kind = self.type if self.type is bool or self.default is not None else self.type | None
+        option = typer.Option(decl, help=self.help, rich_help_panel=panel)
+        return inspect.Parameter(
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
+        )
 
 
 LLM_FLAGS = (
@@ -99,17 +102,20 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            logging.basicConfig(
-                level=given.pop("log_level").upper(), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr
-            )
+            warnings.showwarning = lambda message, *_: typer.echo(
+                f"warning: {message}", err=True
+            )  # a line, not a source
             dicts = {name: {f.name: given.pop(f.name) for f in group} for name, group in groups.items()}
+            level = given.pop("log_level").upper()
             with readable_errors(debug=given.pop("debug")):
+                with usage_errors():
+                    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 
         parameters = [*kept, *flags]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
-        del run.__wrapped__  # type: ignore[attr-defined]  # Typer would look through it at the undecorated signature
+        del run.__wrapped__  # Typer would look through it at the undecorated signature
         return run  # type: ignore[return-value]
 
     return decorate
@@ -121,9 +127,11 @@ class UsageError(ValueError):
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """A ValueError in here is the caller's: wrong usage."""
+    """A ValueError in here is the caller's: wrong usage. A broken or unsupported checkpoint is not."""
     try:
         yield
+    except (CheckpointError, UnsupportedModelError):
+        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -133,6 +141,8 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     """One line for an error, and the exit status that belongs to it."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, but no error: a command's own exit status
+        raise
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise

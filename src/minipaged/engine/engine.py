@@ -170,9 +170,7 @@ class Engine:
         """Resolve the parameters and refuse what can never run: limits first, so that nothing waits in vain."""
         manager, seats = self.block_manager, self.config.max_num_seqs
         if params.n > seats:
-            raise RequestTooLargeError(
-                f"n = {params.n} sequences can never run together with max_num_seqs = {seats}: raise it"
-            )
+            raise RequestTooLargeError(f"n = {params.n} sequences never fit in max_num_seqs = {seats}: raise it")
         if self.config.vocab_size is not None:
             params.check_vocabulary(self.config.vocab_size)
         pool_tokens = manager.num_physical_blocks * manager.block_size
@@ -186,8 +184,8 @@ class Engine:
         needed = -(-(prompt_len + max_tokens - 1) // manager.block_size)
         if needed > manager.num_physical_blocks:
             raise RequestTooLargeError(
-                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size} "
-                f"tokens, the pool has {manager.num_physical_blocks}; lower max_tokens or raise num_blocks or kv_cache_memory"
+                f"{prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of {manager.block_size}, "
+                f"the pool has {manager.num_physical_blocks}: lower max_tokens, raise num_blocks or kv_cache_memory"
             )
         return params.resolve(self.config.generation_defaults, max_tokens)
 
@@ -303,12 +301,10 @@ class Engine:
 
     def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
         """End every child that is not over yet, in whatever state it is, and give its blocks back."""
-        if request.finished:
-            return
         for child in request.children:
             if child.finish_reason is None:
                 child.finish(reason, error)
-                self.scheduler.remove(child)
+            self.scheduler.remove(child)
         self._forget(request, self.clock())
         touched[request] = None
 
@@ -335,10 +331,9 @@ class Engine:
     # ---- ending requests at once, from the thread that steps
 
     def drop(self, request: Request) -> None:
-        """End a submitted request now, without an output; nothing happens if it is over. Only for the thread that calls
-        `step`.
-        """
-        self._end(request, "abort", None, {})
+        """End a submitted request now, without an output; nothing happens if it is over."""
+        if not request.finished:
+            self._end(request, "abort", None, {})
 
     def drop_all(self) -> None:
         """`drop` every live request."""
@@ -350,9 +345,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot. Exact between steps; from another thread during a step, of a moment in it."""
         manager, scheduler = self.block_manager, self.scheduler
+        with self._lock:
+            queued = sum([command == "add" for command, _ in self._commands])
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum([command == "add" for command, _ in list(self._commands)]),
+            waiting=len(scheduler.waiting) + queued,
             preemptions=scheduler.num_preemptions,
             recomputed_tokens=self._recomputed_tokens,
             blocks_total=manager.num_physical_blocks,

@@ -32,15 +32,15 @@ class Journal:
     cannot be written.
     """
 
-    def __init__(self, path: str | Path, num_blocks: int, block_size: int) -> None:
-        self.step = 0
+    def __init__(self, path: str | Path, num_blocks: int, block_size: int, step: Callable[[], int]) -> None:
+        self._step = step
         self._file: IO[str] = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - closed by `close`
         self._write({"num_blocks": num_blocks, "block_size": block_size})
 
     def __call__(self, event: BlockEvent) -> None:
         self._write(
             {
-                "step": self.step,
+                "step": self._step(),
                 "kind": event.kind,
                 "block": event.block,
                 "sequence": event.sequence,

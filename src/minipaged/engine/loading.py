@@ -182,7 +182,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer is not None else None
     loaded = LoadedEngine(engine, model, caches, tokenizer, template, folder, pool, threads, events)
     if options.kv_journal is not None:
-        journal = Journal(options.kv_journal, pool.num_blocks, options.block_size)
+        journal = Journal(options.kv_journal, pool.num_blocks, options.block_size, lambda: engine.num_steps)
         events.listeners.append(journal)
         loaded.close_hooks.append(journal.close)
     logger.info("%s", loaded.summary())

@@ -100,12 +100,15 @@ class Child(Sequence):
             self.request.num_unfinished -= 1
 
     def finish(self, reason: FinishReason, error: str | None) -> None:
-        """The text ends for a reason that is not in its tokens; what was held back of it (half a character, say) is let
-        go.
+        """The text ends for a reason that is not in its tokens.
+
+        What was held back of it (half a character, the beginning of a stop string) is let go on an abort. After an
+        error it is not: the tokenizer may be what failed.
         """
         self.finish_reason, self.error = reason, error
         self.request.num_unfinished -= 1
-        self.detokenizer.finish()
+        if reason != "error":
+            self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
         """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
@@ -221,12 +224,12 @@ class Request:
     def output(self) -> RequestOutput:
         """A snapshot of the whole request."""
         return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            [child.output() for child in self.children],
-            self.finished,
-            None if self.prompt_logprobs is None else self.prompt_logprobs[:],
-            self.num_cached_tokens,
-            self.metrics,
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
+            outputs=[child.output() for child in self.children],
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics,
         )

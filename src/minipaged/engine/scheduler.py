@@ -57,14 +57,13 @@ def _is_chunk(row: ScheduledSequence) -> bool:
 
 
 PROMPT_LOGPROBS_CHUNK = 64
-"""Largest chunk of a prefill that wants prompt log-probabilities: its logits are [chunk, vocabulary] in float32 (39 MB
-at 151,936).
-"""
+"""Largest chunk of a prefill that wants prompt log-probabilities: its logits are float32 [chunk, vocabulary], 39 MB."""
 
 
 class Scheduler:
-    """Owns the queues and drives the block manager. `on_release(sequence_id)` is called whenever a sequence loses its
-    blocks.
+    """Owns the queues and drives the block manager.
+
+    `on_release(sequence_id)` is called whenever a sequence loses its blocks.
     """
 
     def __init__(self, manager: KVBlockManager, config: EngineConfig, on_release: Callable[[int], None]) -> None:
@@ -109,8 +108,6 @@ class Scheduler:
             self.waiting.remove(child)
         child.state = ChildState.FINISHED
         child.waits_for = None
-        if self.waiting:
-            self.waiting[0].blocks_wanted = 0  # things have changed: worth another look
 
     def preempt(self, child: Child) -> None:
         """Take a running sequence's blocks away; it is computed again later from its own token history."""
@@ -129,8 +126,9 @@ class Scheduler:
     # ---- one step
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and allocate the slots of every token in it. Rows: one-token rows first, then chunks,
-        each by order.
+        """Decide the next step and allocate the slots of every token in it.
+
+        Rows: those of one token first, then chunks, each by order.
         """
         self._rows = {}
         preemptions = self.num_preemptions
@@ -167,8 +165,9 @@ class Scheduler:
         return sorted(decodes, key=_ORDER)
 
     def _schedule_tokens(self, child: Child, budget: int) -> int:
-        """Give `child` slots for its next tokens, at most `budget`; returns how many (0: no block, and nobody newer to
-        take one from).
+        """Give `child` slots for its next tokens, at most `budget`; returns how many.
+
+        0 means that there is no block, and nobody newer to take one from.
         """
         manager, start = self.manager, child.num_computed
         wanted = min(len(child.token_ids) - start, budget)
@@ -223,9 +222,7 @@ class Scheduler:
             promised += self._still_needed(child)
 
     def _still_needed(self, child: Child) -> int:
-        """Blocks that the tokens known today will take after this step's chunk: promised at admission, not to be given
-        away.
-        """
+        """Blocks for the rest of the tokens known today, after this step's chunk: promised, not to be given away."""
         left = len(child.token_ids) - self.manager.sequences[child.sequence_id].sequence_length
         return self.manager.blocks_needed(child.sequence_id, left) if left > 0 else 0
 
@@ -235,9 +232,7 @@ class Scheduler:
         free_before = manager.num_available_blocks
         spare = free_before - (promised + self.watermark_blocks if self.running else 0)
         if self.running and spare < child.blocks_wanted:
-            return (
-                False  # an earlier attempt found that it needs so many: do not look the prefix up again at every step
-            )
+            return False  # what an earlier attempt found out: the prefix is not looked up again at every step
         if child.keys is not None and child.reads_cache:
             state = manager.create_sequence_from_prefix(child.sequence_id, child.keys)
         else:
@@ -285,9 +280,8 @@ class Scheduler:
         if not providers:
             return False
         block_size = self.manager.block_size
-        wanted = child.keys.fingerprints[
-            : (len(child.token_ids) - 1) // block_size
-        ]  # the last token is always computed
+        usable = (len(child.token_ids) - 1) // block_size  # blocks: the last token is always computed
+        wanted = child.keys.fingerprints[:usable]
         cached = self.manager.match_prefix(child.keys) // block_size
         for provider, keys in providers:
             end = shared_prefix_blocks(wanted, keys.fingerprints, cached)
@@ -298,8 +292,10 @@ class Scheduler:
 
 
 def shared_prefix_blocks(a: list[int], b: list[int], start: int) -> int:
-    """How many leading blocks two sequences have in common, `start` if not even the one after these. An equal
-    fingerprint vouches for everything before it, so neither beginning is compared again."""
+    """How many leading blocks two sequences have in common, from fingerprints; `start` if block `start` differs.
+
+    An equal fingerprint vouches for everything before it, so the beginnings are not compared again.
+    """
     end, limit = start, min(len(a), len(b))
     while end < limit and a[end] == b[end]:
         end += 1

@@ -9,7 +9,7 @@ from minipaged.engine.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One child of a request: prompt tokens, then generated ones. The block manager's `sequence_id` is `sequence_id` here."""
+    """One child of a request: prompt tokens, then generated ones. The block manager knows it by `sequence_id`."""
 
     sequence_id: int  # unique in the engine, never reused
     index: int  # which of the n children

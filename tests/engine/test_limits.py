@@ -1,0 +1,139 @@
+"""Threads and memory: what a container allows is what counts, read from files that the tests write."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minipaged import cgroup
+from minipaged.engine.memory import size_pool
+from minipaged.threads import default_threads
+
+GIB = 2**30
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> tuple[Path, Path]:
+    write(tmp_path / "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemAvailable:   {40 * 2**20} kB\n")
+    write(tmp_path / "proc/self/cgroup", "0::/app/job\n")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "proc", tmp_path / "cgroup"
+
+
+def test_no_limit_anywhere(roots: tuple[Path, Path]) -> None:
+    assert cgroup.cpu_quota(*roots) is None
+    assert cgroup.memory_limit(*roots) is None
+    assert cgroup.available_memory(*roots) == 40 * GIB
+    assert default_threads(*roots) == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("165000", 1.65), ("50000", 0.5), ("max", None), ("400000", 4.0)])
+def test_threads_are_the_whole_processors_of_the_quota(
+    roots: tuple[Path, Path], quota: str, cpus: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C50: min(affinity, floor(quota)), at least 1."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
+    write(roots[1] / "app/job/cpu.max", f"{quota} 100000\n")
+    assert cgroup.cpu_quota(*roots) == cpus
+    assert default_threads(*roots) == (3 if cpus is None else max(1, min(3, int(cpus))))
+
+
+def test_a_limit_of_a_group_above_holds_too(roots: tuple[Path, Path]) -> None:
+    write(roots[1] / "app/cpu.max", "100000 100000")
+    write(roots[1] / "app/job/cpu.max", "800000 100000")
+    write(roots[1] / "other/cpu.max", "10000 100000")
+    assert cgroup.cpu_quota(*roots) == 1.0
+
+
+def test_memory_of_version_2(roots: tuple[Path, Path]) -> None:
+    write(roots[1] / "app/job/memory.max", str(8 * GIB))
+    write(roots[1] / "app/job/memory.current", str(5 * GIB))
+    write(roots[1] / "app/job/memory.stat", f"anon 1\ninactive_file {2 * GIB}\n")
+    assert cgroup.memory_limit(*roots) == 8 * GIB
+    assert cgroup.available_memory(*roots) == 5 * GIB  # 8 - (5 - 2): the kernel drops file pages when it has to
+
+
+def test_version_1(roots: tuple[Path, Path]) -> None:
+    write(roots[0] / "self/cgroup", "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n")
+    write(roots[1] / "cpu/docker/abc/cpu.cfs_quota_us", "250000")
+    write(roots[1] / "cpu/docker/abc/cpu.cfs_period_us", "100000")
+    write(roots[1] / "cpu/cpu.cfs_quota_us", "-1")
+    write(roots[1] / "cpu/cpu.cfs_period_us", "100000")
+    write(roots[1] / "memory/memory.limit_in_bytes", str(9223372036854771712))
+    write(roots[1] / "memory/docker/abc/memory.limit_in_bytes", str(6 * GIB))
+    write(roots[1] / "memory/docker/abc/memory.usage_in_bytes", str(1 * GIB))
+    assert cgroup.cpu_quota(*roots) == 2.5
+    assert cgroup.memory_limit(*roots) == 6 * GIB
+    assert cgroup.available_memory(*roots) == 5 * GIB
+
+
+def test_inside_a_container_the_group_is_the_root(roots: tuple[Path, Path]) -> None:
+    write(roots[0] / "self/cgroup", "0::/../../seen/from/outside\n")
+    write(roots[1] / "memory.max", str(3 * GIB))
+    write(roots[1] / "cpu.max", "200000 100000")
+    assert cgroup.memory_limit(*roots) == 3 * GIB
+    assert cgroup.cpu_quota(*roots) == 2.0
+
+
+def run_python(code: str, *prefix: str) -> str:
+    result = subprocess.run([*prefix, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_the_first_thread_count_holds_and_a_second_one_warns() -> None:
+    """C50, in processes of their own because the count is the process's."""
+    code = """
+import warnings, torch
+from minipaged.threads import set_threads
+print(set_threads(1), torch.get_num_threads())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(set_threads(), set_threads(1), len(caught))
+    print(set_threads(7), len(caught), caught[0].message)
+"""
+    lines = run_python(code).splitlines()
+    assert lines[:2] == ["1 1", "1 1 0"]
+    assert lines[2] == "1 1 threads = 7 has no effect: this process already computes with 1"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity mask on this system")
+def test_affinity_counts() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    code = f"""
+import os
+os.sched_setaffinity(0, [{cpu}])
+from minipaged.threads import set_threads
+print(set_threads())
+"""
+    assert run_python(code) == "1"
+
+
+def sized(**options: object):
+    return size_pool(**{"block_bytes": 100, "block_size": 16, "available_bytes": 1000, "model_max_len": 81, **options})
+
+
+def test_the_pool_is_what_was_asked_for_first() -> None:
+    assert sized().num_blocks == 10
+    assert sized(kv_cache_memory=700).num_blocks == 7
+    assert sized(kv_cache_memory=700, num_blocks=6).num_blocks == 6
+    assert sized(available_bytes=500).max_model_len == 81  # 5 blocks hold 80 tokens, and the last one is never written
+    with pytest.warns(UserWarning, match="lowered from 81 to 65"):
+        assert sized(available_bytes=499).max_model_len == 65
+    with pytest.warns(UserWarning, match="num_blocks = 4 holds requests of 65 tokens"):
+        assert sized(num_blocks=4).max_model_len == 81
+    with pytest.raises(ValueError, match="kv_cache_memory"):
+        sized(available_bytes=499, max_model_len=81)
+    for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
+        for value in (0, -1, 1.5, True, "8"):
+            with pytest.raises(ValueError, match=name):
+                sized(**{name: value})
