@@ -96,7 +96,7 @@ def join_splits_kernel(
             total = total * rescale + tl.sum(weight, 0)
             acc = acc * rescale + tl.sum(o * weight[:, None], 0)
             m = m_new
-        result = tl.where(total > 0, acc / total, 0.0)
+        result = acc / tl.where(total > 0, total, 1.0)  # nothing seen: zeros
         tl.store(out + token * out_token + head * out_head + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
 
 

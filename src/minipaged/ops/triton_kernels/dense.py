@@ -92,15 +92,15 @@ def qk_norm_rope_write_kernel(
     tl.store(q_at, turned_first.to(query.dtype.element_ty), mask=is_q & in_half)
     tl.store(q_at + half, turned_second.to(query.dtype.element_ty), mask=is_q & in_half)
     slot = tl.load(slots + token).to(tl.int64)
-    in_pool = (slot >= 0) & (slot < num_slots)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    k_at = key_cache + block * key_block + (head - NUM_HEADS) * key_kv_head + offset * key_slot + i
-    tl.store(k_at, turned_first.to(key_cache.dtype.element_ty), mask=is_k & in_half & in_pool)
-    tl.store(k_at + half, turned_second.to(key_cache.dtype.element_ty), mask=is_k & in_half & in_pool)
-    v_head = head - NUM_HEADS - NUM_KV_HEADS
-    v_at = value_cache + block * value_block + v_head * value_kv_head + offset * value_slot + i
-    tl.store(v_at, first.to(value_cache.dtype.element_ty), mask=is_v & in_half & in_pool)
-    tl.store(v_at + half, second.to(value_cache.dtype.element_ty), mask=is_v & in_half & in_pool)
+    if (slot >= 0) & (slot < num_slots):
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        k_at = key_cache + block * key_block + (head - NUM_HEADS) * key_kv_head + offset * key_slot + i
+        tl.store(k_at, turned_first.to(key_cache.dtype.element_ty), mask=is_k & in_half)
+        tl.store(k_at + half, turned_second.to(key_cache.dtype.element_ty), mask=is_k & in_half)
+        v_head = head - NUM_HEADS - NUM_KV_HEADS
+        v_at = value_cache + block * value_block + v_head * value_kv_head + offset * value_slot + i
+        tl.store(v_at, first.to(value_cache.dtype.element_ty), mask=is_v & in_half)
+        tl.store(v_at + half, second.to(value_cache.dtype.element_ty), mask=is_v & in_half)
 
 
 def rms_norm_launch(x: Tensor, norm: RMSNorm, out: Tensor) -> Launch:

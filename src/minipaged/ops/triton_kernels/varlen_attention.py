@@ -89,7 +89,7 @@ def varlen_attention_kernel(
                 key_block, key_kv_head, key_slot, value_block, value_kv_head, value_slot,
                 scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, True,
             )  # fmt: skip
-        result = tl.where((l > 0)[:, None], acc / l[:, None], 0.0)
+        result = acc / tl.where(l > 0, l, 1.0)[:, None]  # nothing seen: zeros
         out_at = out + token[:, None] * out_token + head[:, None] * out_head + d[None, :]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=real)
 
