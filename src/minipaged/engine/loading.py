@@ -5,6 +5,7 @@ each other.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,10 @@ from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig, SchedulingPolicy
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Journal
-from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, size_pool
+from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, gpu_pool_bytes, size_pool
 from minipaged.engine.runner import ModelRunner
 from minipaged.engine.sampler import Sampler
+from minipaged.engine.warm_up import warm_up
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.chat_template import ChatTemplate
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
 
     from minipaged.kv import EvictionPolicy
     from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.ops.backend import Backend
 
 logger = logging.getLogger(__name__)
 
+GRAPHS_VARIABLE = "MINIPAGED_CUDA_GRAPHS"
+"""Environment variable: 0 = decode without CUDA graphs, for debugging."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
 
 
@@ -127,10 +132,14 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         max_model_len=options.max_model_len,
         max_tokens=batched_tokens + 1,
     )
+    if device.type == "cuda":
+        num_seqs = min(options.max_num_seqs, batched_tokens)
+        warm_up(model, num_tokens=batched_tokens + 1, num_seqs=num_seqs, block_size=options.block_size)
     pool = size_pool(
         block_bytes=config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size,
         block_size=options.block_size,
         available_bytes=_available_bytes(device, options.gpu_memory_utilization),
+        available_source=_AVAILABLE_SOURCE[device.type == "cuda"],
         model_max_len=config.max_context,
         max_model_len=options.max_model_len,
         num_blocks=options.num_blocks,
@@ -164,7 +173,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         listener=events,
     )
     engine = Engine(
-        ModelRunner(model, backend, caches, Sampler(config.vocab_size), metadata),
+        _runner(model, backend, caches, metadata, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
         manager,
         EngineConfig(
             max_model_len=pool.max_model_len,
@@ -223,12 +232,33 @@ def _tokenizer(options: EngineOptions, folder: Path) -> tuple[Tokenizer | None, 
     return tokenizer, own
 
 
+def _runner(
+    model: Qwen3Model,
+    backend: Backend,
+    caches: list[PagedKVCache],
+    metadata: BatchMetadata,
+    max_seqs: int,
+    max_model_len: int,
+) -> ModelRunner:
+    sampler = Sampler(model.config.vocab_size)
+    if model.device.type != "cuda" or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
+        return ModelRunner(model, backend, caches, sampler, metadata)
+    from minipaged.engine.graph_runner import GraphRunner
+
+    return GraphRunner(
+        model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len
+    )
+
+
+_AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_memory_utilization leaves")
+
+
 def _available_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What an automatic pool may take now that the weights are loaded."""
+    """What an automatic pool may take now that the weights are loaded and, on a GPU, a largest step has run."""
     if device.type == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - gpu_memory_utilization) * total))
+        return gpu_pool_bytes(free, total, gpu_memory_utilization)
     available = cgroup.available_memory()
     return int((available if available is not None else 4 << 30) * CPU_MEMORY_SHARE)

@@ -33,9 +33,10 @@ def size_pool(
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
+    available_source: str = "a quarter of the memory left",
 ) -> PoolSize:
     """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
-    take.
+    take, and available_source says for messages where that number comes from.
 
     `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never
     written, so N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory
@@ -64,7 +65,7 @@ def size_pool(
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
     blocks = budget // block_bytes
-    source = "kv_cache_memory" if kv_cache_memory is not None else "a quarter of the memory left"
+    source = "kv_cache_memory" if kv_cache_memory is not None else available_source
     if blocks < 1:
         raise ValueError(
             f"{source} = {budget} bytes does not hold one block of {block_bytes} bytes: raise kv_cache_memory"
@@ -82,3 +83,19 @@ def size_pool(
     )
     warnings.warn(note, stacklevel=3)
     return PoolSize(blocks, blocks * block_size + 1, note)
+
+
+def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
+    """What the pool may take of a GPU's `total` bytes when `free` are left after the weights and a largest step.
+
+    The share 1 - gpu_memory_utilization stays free, for captured graphs and others. ValueError if nothing is left.
+    """
+    available = int(free - (1.0 - gpu_memory_utilization) * total)
+    if available <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization = {gpu_memory_utilization} allows {gpu_memory_utilization * total / 2**30:.2f} of "
+            f"{total / 2**30:.2f} GiB, and {(total - free) / 2**30:.2f} GiB are in use (weights, the largest step, other "
+            "processes): nothing is left for the KV pool; raise gpu_memory_utilization, lower max_num_batched_tokens or "
+            "max_num_seqs, or take a smaller model"
+        )
+    return available

@@ -55,6 +55,7 @@ class TritonBackend(Backend):
     """
 
     name = "triton"
+    capturable = True
 
     def __init__(self) -> None:
         self._scratch = Scratch(keep_replaced=True)
