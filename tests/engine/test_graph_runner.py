@@ -1,4 +1,4 @@
-"""Decode steps on persistent, padded buffers, without a GPU: a "graph" here repeats its computation on the same tensors."""
+"""Decode steps on persistent, padded buffers, without a GPU: here a "graph" repeats its computation on them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from minipaged import LLM, SamplingParams
 from minipaged.engine.graph_runner import GraphRunner, bucket_sizes
 from minipaged.engine.listeners import Poison
 from minipaged.engine.memory import gpu_pool_bytes
 from minipaged.engine.warm_up import warm_up
-from torch import Tensor
 from tiny import random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 23, 37)]
@@ -120,6 +121,21 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(tiny_fold
     assert runner.num_replays == 0
     for cache, old in zip(runner.caches, before, strict=True):
         assert torch.equal(cache.key_cache.nan_to_num(7), old.nan_to_num(7))
+
+
+def test_all_sizes_can_be_captured_before_the_first_step(tiny_folder: Path) -> None:
+    """What a capture computes is padding: no slot of the cache changes, and steps go on as ever."""
+    recorder = Recorder()
+    llm = engine_with(tiny_folder, recorder)
+    runner = llm.engine.runner
+    assert isinstance(runner, GraphRunner)
+    before = [cache.key_cache.clone() for cache in runner.caches]
+    runner.capture_all()
+    assert runner.captured_sizes == runner.sizes == [1, 2, 4, 7]
+    for cache, old in zip(runner.caches, before, strict=True):
+        assert torch.equal(cache.key_cache.nan_to_num(7), old.nan_to_num(7))
+    assert tokens_of(llm) == tokens_of(engine_with(tiny_folder, None))
+    assert recorder.num_captures == 4
 
 
 def test_warm_up_runs_the_largest_steps(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,13 @@ def test_full_vocabulary_agrees_with_the_host(fields: dict[str, float], shape: s
 def test_rows_of_different_parameters_are_independent() -> None:
     torch.manual_seed(1)
     logits = torch.randn(5, 700) * 3
-    rows = [params(), params(top_k=7), params(top_p=0.5, temperature=0.4), params(min_p=0.2), params(top_k=50, top_p=0.8)]
+    rows = [
+        params(),
+        params(top_k=7),
+        params(top_p=0.5, temperature=0.4),
+        params(min_p=0.2),
+        params(top_k=50, top_p=0.8),
+    ]
     uniform = np.array([0.1, 0.9, 0.5, 0.77, 0.33])
     together = draw_on_device(logits, rows, uniform).tolist()
     for row, p in enumerate(rows):

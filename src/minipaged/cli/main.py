@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli import generate, verify
+from minipaged.cli import generate, tune, verify
 
 app = typer.Typer(
     name="minipaged",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
+app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 
 
 def _print_version(wanted: bool) -> None:

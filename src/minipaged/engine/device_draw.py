@@ -27,7 +27,8 @@ def draw_on_device(
     caller looks at the maximum and reports it.
     """
     vocab_size = logits.shape[1]
-    top_k = [p.top_k if 0 < (p.top_k or 0) < vocab_size else 0 for p in params]
+    asked = [p.top_k or 0 for p in params]
+    top_k = [k if 0 < k < vocab_size else 0 for k in asked]
     numbers = np.array(
         [
             [max(p.temperature or 0.0, _MIN_TEMPERATURE) for p in params],

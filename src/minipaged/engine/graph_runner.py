@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,10 +58,12 @@ class DecodeBuffers:
         self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
 
     def fill(self, rows: Seq[ScheduledSequence], metadata: BatchMetadata) -> None:
-        """One token of each sequence. IndexError if a slot lies outside the pool; nothing has been written then."""
+        """One token of each sequence; without rows, nothing but padding. IndexError if a slot lies outside the pool;
+        nothing has been written then.
+        """
         count = len(rows)
         slots = [row.slots[0] for row in rows]
-        if min(slots) < 0 or max(slots) >= metadata.num_slots:
+        if rows and (min(slots) < 0 or max(slots) >= metadata.num_slots):
             raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {metadata.num_slots}")
         self._staging.wait()
         ids, positions, all_slots = self._host_tokens
@@ -125,6 +127,16 @@ class GraphRunner(ModelRunner):
         return sorted(self._graphs)
 
     @torch.inference_mode()
+    def capture_all(self) -> None:
+        """Capture every size now instead of when it first occurs, the largest first. Between steps only: the graphs are
+        run on padding, which is written nowhere.
+        """
+        self._buffers.fill([], self.metadata)
+        for size in reversed(self.sizes):
+            if self.failure is None:
+                self._graph(size)
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         if not self._fits(plan):
             return super().execute(plan)
@@ -164,13 +176,13 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def __call__(self, compute: Callable[[], Tensor]) -> Replay:
         with torch.cuda.device(self._device):
-            # Once in the ordinary way, beside the current stream: kernels are compiled, libraries set up, scratch grown.
-            # It computes the very step that is replayed next, so what it writes is what belongs there.
-            aside = torch.cuda.Stream()
+            # Once in the ordinary way, beside the current stream: kernels are compiled, libraries set up, scratch
+            # grown. It computes the very step that is replayed next, so what it writes is what belongs there.
+            aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
                 compute()

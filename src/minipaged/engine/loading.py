@@ -245,9 +245,7 @@ def _runner(
         return ModelRunner(model, backend, caches, sampler, metadata)
     from minipaged.engine.graph_runner import GraphRunner
 
-    return GraphRunner(
-        model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len
-    )
+    return GraphRunner(model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len)
 
 
 _AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_memory_utilization leaves")

@@ -94,8 +94,8 @@ def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
     if available <= 0:
         raise ValueError(
             f"gpu_memory_utilization = {gpu_memory_utilization} allows {gpu_memory_utilization * total / 2**30:.2f} of "
-            f"{total / 2**30:.2f} GiB, and {(total - free) / 2**30:.2f} GiB are in use (weights, the largest step, other "
-            "processes): nothing is left for the KV pool; raise gpu_memory_utilization, lower max_num_batched_tokens or "
-            "max_num_seqs, or take a smaller model"
+            f"{total / 2**30:.2f} GiB, and {(total - free) / 2**30:.2f} GiB are in use (weights, the largest step, "
+            "other processes): nothing is left for the KV pool; raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens or max_num_seqs, or take a smaller model"
         )
     return available

@@ -42,5 +42,5 @@ class Staging:
         """All copies of this step are on their way."""
         if self._on_gpu:
             if self._left is None:
-                self._left = torch.cuda.Event()
+                self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._left.record()

@@ -25,9 +25,7 @@ def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: in
     """
     config, device = model.config, model.device
     longest = model.max_model_len
-    cache = PagedKVCache(
-        1, config.num_key_value_heads, block_size, config.head_dim, dtype=model.dtype, device=device
-    )
+    cache = PagedKVCache(1, config.num_key_value_heads, block_size, config.head_dim, dtype=model.dtype, device=device)
     caches = [cache] * config.num_hidden_layers
     chunks = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
     for lens, query_lens in ((chunks, chunks), ([longest] * num_seqs, [1] * num_seqs)):

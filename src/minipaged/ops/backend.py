@@ -88,8 +88,8 @@ class Backend(ABC):
     copies_weights: bool = False
     """True if `pack_linear` keeps nothing of its arguments: they may be views of a file, or buffers that are reused."""
     capturable: bool = False
-    """True if `plan` looks at the numbers of a batch only, never at its tensors, and the step's kernels read lengths and
-    tables where they run: such a step can be captured into a CUDA graph, with `max_seq_len` an upper bound."""
+    """True if `plan` looks at the numbers of a batch only, never at its tensors, and kernels read lengths and tables
+    where they run: such a step can be captured into a CUDA graph, with `max_seq_len` an upper bound."""
     row_padding_bytes: int = 0
     """Added to rows of activation buffers whose stride would be a multiple of 4096 bytes, if that slows the kernels."""
 

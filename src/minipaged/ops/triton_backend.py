@@ -5,9 +5,9 @@ Under `TRITON_INTERPRET=1` (set before this is imported) the same kernels run on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -217,7 +217,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | 
     return y if out is None else out.copy_(y)
 
 
-@cache
+@functools.cache
 def wide_results_work(dtype: torch.dtype, device_type: str) -> bool:
     """Whether torch multiplies 16-bit matrices into a float32 one, and does it right; tried once."""
     if device_type != "cuda":

@@ -161,9 +161,7 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
     case = make_case([5])
     turned = case.key_cache.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="key_cache has stride 4 in its last dimension"):
-        paged_attention_online(
-            case.query, turned, case.value_cache, case.block_tables, case.seq_lens, backend="triton"
-        )
+        paged_attention_online(case.query, turned, case.value_cache, case.block_tables, case.seq_lens, backend="triton")
     double = make_case([5], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"float32, float16 and bfloat16, not torch\.float64"):
         attend(double)

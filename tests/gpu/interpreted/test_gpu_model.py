@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+
 from minipaged import LLM, SamplingParams
 from minipaged.engine.graph_runner import GraphRunner
 from minipaged.engine.listeners import Poison
 from minipaged.engine.warm_up import warm_up
 from minipaged.verify.run import verify_model
-from torch import Tensor
 from tiny import random_tokens
 
 
@@ -33,7 +34,7 @@ def test_verify_passes(tiny_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_passes_in_bfloat16(tiny_folder: Path) -> None:
-    """The interpreter cuts bfloat16 off instead of rounding it, so only the float32 rule is a fair judge; it still runs."""
+    """The interpreter cuts bfloat16 off instead of rounding it, so only float32 is judged; it must run."""
     report = verify_model(
         tiny_folder, backend="triton", device="cpu", dtype="bfloat16", num_tokens=2, prompts=prompts_of(7)
     )
@@ -41,7 +42,7 @@ def test_verify_passes_in_bfloat16(tiny_folder: Path) -> None:
 
 
 def test_decode_steps_can_be_replayed(tiny_folder: Path) -> None:
-    """One plan, made from numbers alone, serves every later step of its size: lengths and tables are read by kernels."""
+    """One plan, made from numbers alone, serves every later step of its size: kernels read lengths and tables."""
     options = {"block_size": 4, "num_blocks": 32, "max_model_len": 60, "max_num_seqs": 3, "max_num_batched_tokens": 16}
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     prompts = prompts_of(1, 9, 14)

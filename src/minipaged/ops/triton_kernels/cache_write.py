@@ -15,7 +15,7 @@ from minipaged.ops.triton_kernels.launch import Launch, block_of, rows_contiguou
 COPY_TILE = 1024  # elements per program of a block copy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def write_kv_kernel(
     key, value, key_cache, value_cache, slots, num_slots,
     key_token, key_head, value_token, value_head,

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.triton_kernels.cache_write import cache_strides
-from minipaged.ops.triton_kernels.launch import Launch, block_of, compute_type
+from minipaged.ops.triton_kernels.launch import BATCH_TENSORS, Launch, block_of, compute_type
 from minipaged.ops.triton_kernels.softmax import attend_tile
-from minipaged.ops.triton_kernels.tuning import LOG2_E, decode_tile
+from minipaged.ops.triton_kernels.tuning import LOG2_E, Tile, decode_tile
 
 SPLIT = 512  # positions; changing it changes the last bits of results
 JOIN = 16  # splits that are joined at a time: their loads overlap
@@ -26,7 +26,7 @@ DOT_ROWS = 16  # smallest number of rows that the matrix units take
 PROGRAMS = 4096  # more do not fill a GPU better; a captured graph, whose grid is fixed, would pay for idle ones
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "max_splits"], do_not_specialize_on_alignment=BATCH_TENSORS)
 def decode_attention_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, partial, partial_lse,
     query_token, query_head, table_row,
@@ -51,24 +51,24 @@ def decode_attention_kernel(
         q_at = query + token * query_token + head[:, None] * query_head + d[None, :]
         q = tl.load(q_at, mask=real, other=0.0).to(COMPUTE)
         m = tl.full([ROWS], -float("inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         first = split * SPLIT
         for start in range(first, tl.minimum(first + SPLIT, seq_len), TILE):
             position = start + tl.arange(0, TILE)
             in_head = position < seq_len
-            m, l, acc = attend_tile(
-                q, m, l, acc,
+            m, total, acc = attend_tile(
+                q, m, total, acc,
                 key_cache, value_cache, table, kv_head, position, in_head[None, :], in_head,
                 key_block, key_kv_head, key_slot, value_block, value_kv_head, value_slot,
                 scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, True,
             )  # fmt: skip
         place = (row * num_heads + head) * max_splits + split
-        tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc / l[:, None], mask=real)
-        tl.store(partial_lse + place, m + tl.log2(l), mask=r < GROUP)
+        tl.store(partial + place[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=real)
+        tl.store(partial_lse + place, m + tl.log2(total), mask=r < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=BATCH_TENSORS[1:])
 def join_splits_kernel(
     partial, partial_lse, seq_lens, query_start_loc, out, out_token, out_head, num_heads, max_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, JOIN: tl.constexpr,
@@ -116,13 +116,22 @@ def splits_of(max_seq_len: int) -> int:
 
 
 def decode_launches(
-    query: Tensor, cache: PagedKVCache, rows: DecodeRows, scale: float, out: Tensor, partial: Tensor, lse: Tensor
+    query: Tensor,
+    cache: PagedKVCache,
+    rows: DecodeRows,
+    scale: float,
+    out: Tensor,
+    partial: Tensor,
+    lse: Tensor,
+    tile: Tile | None = None,
 ) -> tuple[Launch, Launch]:
-    """query, out [T, Hq, D]; partial float32 [B, Hq, max_splits, D] and lse [B, Hq, max_splits] are scratch."""
+    """query, out [T, Hq, D]; partial float32 [B, Hq, max_splits, D] and lse [B, Hq, max_splits] are scratch. tile: not
+    the tuned one, for measuring.
+    """
     num_heads, head_dim = query.shape[1:]
     num_rows, group = rows.seq_lens.shape[0], num_heads // cache.num_kv_heads
     # Programs take splits in turns: how many programs there are changes nothing in the result.
-    tile = decode_tile(head_dim, query.dtype, cache.block_size, group)
+    tile = tile or decode_tile(head_dim, query.dtype, cache.block_size, group)
     both = {
         "seq_lens": rows.seq_lens, "query_start_loc": rows.query_start_loc,
         "partial": partial, "partial_lse": lse, "num_heads": num_heads, "max_splits": rows.max_splits,

@@ -46,7 +46,7 @@ def silu_mul_kernel(gate_up, out, gate_row, out_row, SIZE: tl.constexpr, TILE: t
     tl.store(out + row * out_row + column, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["positions", "slots"])
 def qk_norm_rope_write_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slots, num_slots, query, key_cache, value_cache,
     qkv_token, query_token, query_head, cos_row,

@@ -17,6 +17,9 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels were built for the interpreter, which is decided when they are imported."""
 
+BATCH_TENSORS = ("block_tables", "seq_lens", "query_start_loc")
+"""Slices of a step's tensors: not worth a compilation of their own for each alignment."""
+
 
 @dataclass(slots=True)
 class Launch:

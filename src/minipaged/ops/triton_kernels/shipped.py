@@ -14,6 +14,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import RMSNorm, RotaryTable
 from minipaged.ops.triton_kernels import cache_write, decode_attention, dense, varlen_attention
 from minipaged.ops.triton_kernels.launch import Launch
+from minipaged.ops.triton_kernels.tuning import Tile
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -28,7 +29,9 @@ def _cache(block_size: int, dtype: torch.dtype = BF16, head_dim: int = 128) -> P
     return PagedKVCache(*shape, storage=storage)
 
 
-def decode(block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16) -> list[Launch]:
+def decode(
+    block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16, tile: Tile | None = None
+) -> list[Launch]:
     """The attention kernel and the one that joins its splits, 64 sequences of up to 8192 tokens."""
     query = _empty(64, 8 * group, head_dim, dtype=dtype)
     rows = decode_attention.DecodeRows(
@@ -40,12 +43,14 @@ def decode(block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dty
     partial = _empty(64, 8 * group, rows.max_splits, head_dim, dtype=F32)
     return list(
         decode_attention.decode_launches(
-            query, _cache(block_size, dtype, head_dim), rows, 0.1, query, partial, partial[..., 0]
+            query, _cache(block_size, dtype, head_dim), rows, 0.1, query, partial, partial[..., 0], tile
         )
     )
 
 
-def varlen(block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16) -> Launch:
+def varlen(
+    block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16, tile: Tile | None = None
+) -> Launch:
     """A step of 8192 tokens in 4 sequences."""
     query = _empty(8192, 8 * group, head_dim, dtype=dtype)
     rows = varlen_attention.VarlenRows(
@@ -54,7 +59,7 @@ def varlen(block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dty
         _empty(5, dtype=torch.int32),
         tokens_before=0,
     )
-    return varlen_attention.varlen_launch(query, _cache(block_size, dtype, head_dim), rows, 0.1, query)
+    return varlen_attention.varlen_launch(query, _cache(block_size, dtype, head_dim), rows, 0.1, query, tile)
 
 
 def _qk(num_heads: int) -> Launch:
@@ -63,6 +68,10 @@ def _qk(num_heads: int) -> Launch:
     return dense.qk_norm_rope_write_launch(
         qkv, norm, norm, RotaryTable(table, table), slots, _cache(16), slots, _empty(64, num_heads, 128)
     )
+
+
+def _norm(size: int) -> Launch:
+    return dense.rms_norm_launch(_empty(64, size), RMSNorm(_empty(size), 1e-6), _empty(64, size))
 
 
 def _write() -> Launch:
@@ -79,10 +88,8 @@ SHIPPED: dict[str, Callable[[], Launch]] = {
     "write_kv": _write,
     "copy_blocks": _copy,
     "qk_norm_rope_write, 16 heads (0.6B, 1.7B)": lambda: _qk(16),
-    "rms_norm 1024 (0.6B)": lambda: dense.rms_norm_launch(_empty(64, 1024), RMSNorm(_empty(1024), 1e-6), _empty(64, 1024)),
-    "rms_norm 5120 (14B, 32B)": lambda: dense.rms_norm_launch(
-        _empty(64, 5120), RMSNorm(_empty(5120), 1e-6), _empty(64, 5120)
-    ),
+    "rms_norm 1024 (0.6B)": lambda: _norm(1024),
+    "rms_norm 5120 (14B, 32B)": lambda: _norm(5120),
     "silu_mul": lambda: dense.silu_mul_launch(_empty(64, 2 * 3072), _empty(64, 3072)),
     "decode, blocks of 16, group 2 (0.6B)": lambda: decode(16, 2)[0],
     "decode, blocks of 64, group 4 (4B, 8B)": lambda: decode(64, 4)[0],

@@ -47,7 +47,9 @@ def decode_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int) 
 def varlen_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int) -> Tile:
     """Compute-bound: the largest matrices that registers and shared memory hold."""
     if dtype.itemsize == 4:
-        default = Tile(16, 32 if head_dim <= 128 else 16, 4, 1)  # exact float32 products: no matrix units, many registers
+        default = Tile(
+            16, 32 if head_dim <= 128 else 16, 4, 1
+        )  # exact float32 products: no matrix units, many registers
     elif head_dim <= 128:
         default = Tile(128, 64, 8, 3)
     else:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.triton_kernels.cache_write import cache_strides
-from minipaged.ops.triton_kernels.launch import Launch, block_of, compute_type
+from minipaged.ops.triton_kernels.launch import BATCH_TENSORS, Launch, block_of, compute_type
 from minipaged.ops.triton_kernels.softmax import attend_tile
-from minipaged.ops.triton_kernels.tuning import LOG2_E, varlen_tile
+from minipaged.ops.triton_kernels.tuning import LOG2_E, Tile, varlen_tile
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def row_of_tile(query_start_loc, first_token, num_rows, tile, QUERIES: tl.conste
     return low - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "num_rows"], do_not_specialize_on_alignment=BATCH_TENSORS)
 def varlen_attention_kernel(
     query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, out, num_rows,
     query_token, query_head, out_token, out_head, table_row,
@@ -69,13 +69,13 @@ def varlen_attention_kernel(
         history = seq_len - num_queries
         sees = history + mine + 1  # keys that each row sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
-        l = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         seen_by_all = tl.maximum(history + first + 1, 0) // TILE * TILE
         for begin in range(0, seen_by_all, TILE):
             position = begin + tl.arange(0, TILE)
-            m, l, acc = attend_tile(
-                q, m, l, acc,
+            m, total, acc = attend_tile(
+                q, m, total, acc,
                 key_cache, value_cache, table, kv_head, position, True, True,
                 key_block, key_kv_head, key_slot, value_block, value_kv_head, value_slot,
                 scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, False,
@@ -83,13 +83,13 @@ def varlen_attention_kernel(
         for begin in range(seen_by_all, tl.minimum(history + first + QUERIES, seq_len), TILE):
             position = begin + tl.arange(0, TILE)
             visible = position[None, :] < sees[:, None]
-            m, l, acc = attend_tile(
-                q, m, l, acc,
+            m, total, acc = attend_tile(
+                q, m, total, acc,
                 key_cache, value_cache, table, kv_head, position, visible, position < seq_len,
                 key_block, key_kv_head, key_slot, value_block, value_kv_head, value_slot,
                 scale_log2, HEAD_DIM, BLOCK_D, BLOCK_SIZE, COMPUTE, True,
             )  # fmt: skip
-        result = acc / tl.where(l > 0, l, 1.0)[:, None]  # nothing seen: zeros
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # nothing seen: zeros
         out_at = out + token[:, None] * out_token + head[:, None] * out_head + d[None, :]
         tl.store(out_at, result.to(out.dtype.element_ty), mask=real)
 
@@ -104,11 +104,15 @@ class VarlenRows:
     tokens_before: int  # query_start_loc[0]
 
 
-def varlen_launch(query: Tensor, cache: PagedKVCache, rows: VarlenRows, scale: float, out: Tensor) -> Launch:
-    """query, out [T, Hq, D]: rows query_start_loc[0] : query_start_loc[B] of out are written."""
+def varlen_launch(
+    query: Tensor, cache: PagedKVCache, rows: VarlenRows, scale: float, out: Tensor, tile: Tile | None = None
+) -> Launch:
+    """query, out [T, Hq, D]: rows query_start_loc[0] : query_start_loc[B] of out are written. tile: not the tuned one,
+    for measuring.
+    """
     num_heads, head_dim = query.shape[1:]
     num_rows, group = rows.seq_lens.shape[0], num_heads // cache.num_kv_heads
-    tile = varlen_tile(head_dim, query.dtype, cache.block_size, group)
+    tile = tile or varlen_tile(head_dim, query.dtype, cache.block_size, group)
     matrix_rows = block_of(group, tile.rows)
     queries = matrix_rows // group
     return Launch(
