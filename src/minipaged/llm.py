@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from minipaged.engine.config import SchedulingPolicy
     from minipaged.engine.request import Request
     from minipaged.kv import EvictionPolicy
+    from minipaged.model.source import ModelSource
     from minipaged.model.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -30,6 +31,7 @@ class LLM:
     """A model with its engine. Use as a context manager, or call `close` to give the memory back.
 
     model: None = the bundled demo model; a folder with config.json and safetensors; or a Hub id (with `revision`).
+    (Inside minipaged also a `ModelSource`.)
     tokenizer: another folder or Hub id to take the tokenizer from, or a `Tokenizer`. Without one, prompts are token ids
     and `text` is "".
     dtype: "auto" (the checkpoint's type where the processor is fast at it), "float32", "bfloat16", "float16".
@@ -55,7 +57,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | Path | ModelSource | None = None,
         *,
         tokenizer: str | Path | Tokenizer | None = None,
         revision: str | None = None,
@@ -176,10 +178,10 @@ class LLM:
         """
         loaded = self._open()
         if loaded.tokenizer is None:
-            raise ValueError(f"{loaded.folder.name} has no tokenizer, so it cannot chat: give token ids to generate()")
+            raise ValueError(f"{loaded.source.name} has no tokenizer, so it cannot chat: give token ids to generate()")
         if loaded.chat_template is None:
             raise ValueError(
-                f"{loaded.folder.name} has no chat template, so it cannot chat: give a prompt to generate()"
+                f"{loaded.source.name} has no chat template, so it cannot chat: give a prompt to generate()"
             )
         return loaded.chat_template.render(messages, **options)
 

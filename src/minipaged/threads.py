@@ -19,13 +19,18 @@ _lock = threading.Lock()
 _chosen: int | None = None
 
 
+def available_processors() -> int:
+    """Processors in this process's affinity mask, or of the machine where the system does not tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_threads(proc: Path = cgroup.PROC, root: Path = cgroup.CGROUP) -> int:
     """min(processors in the affinity mask, whole processors in the control group's quota), at least 1.
 
     torch counts the processors of the host; in a container with a smaller quota its lock-step threads would be
     throttled.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = available_processors()
     quota = cgroup.cpu_quota(proc, root)
     return max(1, affinity if quota is None else min(affinity, math.floor(quota)))
 

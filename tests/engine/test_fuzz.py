@@ -60,4 +60,4 @@ def test_fuzz_for_a_fixed_time() -> None:
 @pytest.mark.timeout(0)
 def test_long_fuzz() -> None:
     """`make test-full`: as long as MINIPAGED_FUZZ_SECONDS says, from a fresh seed."""
-    fuzz(float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "600")), int(time.time()) << 20)
+    fuzz(float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "1800")), int(time.time()) << 20)

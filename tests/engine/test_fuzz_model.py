@@ -160,4 +160,4 @@ def test_model_fuzz_for_a_fixed_time(model: Qwen3Model, tiny_folder: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_long_model_fuzz(model: Qwen3Model, tiny_folder: Path) -> None:
-    fuzz(model, load_hf(tiny_folder), float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "600")), int(time.time()) << 20)
+    fuzz(model, load_hf(tiny_folder), float(os.environ.get("MINIPAGED_FUZZ_SECONDS", "1800")), int(time.time()) << 20)

@@ -119,7 +119,16 @@ print(set_threads())
 
 
 def sized(**options: object):
-    return size_pool(**{"block_bytes": 100, "block_size": 16, "available_bytes": 1000, "model_max_len": 81, **options})
+    return size_pool(
+        **{
+            "block_bytes": 100,
+            "block_size": 16,
+            "available_bytes": 1000,
+            "model_max_len": 81,
+            "max_num_seqs": 64,
+            **options,
+        }
+    )
 
 
 def test_the_pool_is_what_was_asked_for_first() -> None:
@@ -137,3 +146,9 @@ def test_the_pool_is_what_was_asked_for_first() -> None:
         for value in (0, -1, 1.5, True, "8"):
             with pytest.raises(ValueError, match=name):
                 sized(**{name: value})
+
+
+def test_an_automatic_pool_is_no_larger_than_what_can_be_filled() -> None:
+    """A tiny model on a large machine: 3 requests of 81 tokens (80 are written) fill 15 blocks of 16."""
+    assert sized(available_bytes=10**9, max_num_seqs=3).num_blocks == 15
+    assert sized(kv_cache_memory=10**5, max_num_seqs=3).num_blocks == 1000, "what is asked for is taken"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli import generate, tune, verify
+from minipaged.cli import bench, generate, tune, verify
 
 app = typer.Typer(
     name="minipaged",
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
+app.add_typer(bench.app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -80,7 +80,9 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
-PANELS = {"llm": "Model and engine", "sampling": "Sampling"}
+PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark"}
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 COMMON_FLAGS = (
     Flag("log_level", str, "warning", "debug, info, warning or error."),
@@ -109,6 +111,8 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
             level = given.pop("log_level").upper()
             with readable_errors(debug=given.pop("debug")):
                 with usage_errors():
+                    if level not in LOG_LEVELS:
+                        raise ValueError(f"log level {level.lower()!r} is unknown: debug, info, warning or error")
                     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
                 command(**given, **dicts)
 

@@ -16,24 +16,23 @@ from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig, SchedulingPolicy
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Journal
-from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, gpu_pool_bytes, size_pool
+from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, check_gpu_pool, gpu_pool_bytes, size_pool
 from minipaged.engine.runner import ModelRunner
 from minipaged.engine.sampler import Sampler
 from minipaged.engine.warm_up import warm_up
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.chat_template import ChatTemplate
-from minipaged.model.config import ModelConfig
-from minipaged.model.generation_config import GenerationDefaults
 from minipaged.model.hub import resolve_model
 from minipaged.model.tokenizer import Tokenizer
-from minipaged.threads import set_threads
+from minipaged.threads import available_processors, set_threads
 
 if TYPE_CHECKING:
     import torch
 
     from minipaged.kv import EvictionPolicy
     from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.model.source import ModelSource
     from minipaged.ops.backend import Backend
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
 class EngineOptions:
     """The keywords of `LLM` and `AsyncLLM`; see `LLM` for what they mean."""
 
-    model: str | Path | None = None
+    model: str | Path | ModelSource | None = None
     tokenizer: str | Path | Tokenizer | None = None
     revision: str | None = None
     dtype: str | torch.dtype = "auto"
@@ -78,9 +77,11 @@ class LoadedEngine:
     caches: list[PagedKVCache]
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None
-    folder: Path
+    source: ModelSource
     pool: PoolSize
     threads: int
+    backend_note: str
+    """Why this back end."""
     events: FanOut
     """Append a listener to follow the block manager's events."""
     close_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -91,8 +92,8 @@ class LoadedEngine:
         nbytes = sum(cache.nbytes for cache in self.caches)
         kind = str(self.model.dtype).removeprefix("torch.")
         lines = [
-            f"model {self.folder.name}: {kind} on {self.model.device}, back end {self.model.backend.name}, "
-            f"{self.threads} threads",
+            f"model {self.source.name}: {kind} on {self.model.device}, back end {self.model.backend.name} "
+            f"({self.backend_note}), {self.threads} threads (of {available_processors()} processors)",
             f"KV pool {manager.num_physical_blocks} blocks of {manager.block_size} = "
             f"{manager.num_physical_blocks * manager.block_size} tokens, {nbytes / 2**30:.2f} GiB; "
             f"max_model_len {self.engine.max_model_len}",
@@ -108,14 +109,14 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     threads = set_threads(options.threads)  # before the first tensor operation
     import torch
 
+    from minipaged.model.dtypes import resolve_dtype
     from minipaged.model.qwen3 import Qwen3Model
-    from minipaged.ops.registry import get_backend
+    from minipaged.ops.registry import backend_note, get_backend
 
     device = torch.device(_device(options.device))
-    folder = resolve_model(options.model, options.revision)
-    config = ModelConfig.from_folder(folder)
-    defaults = GenerationDefaults.from_folder(folder, config)
-    tokenizer, text_folder = _tokenizer(options, folder)
+    source = _source(options)
+    config = source.config
+    tokenizer, text_folder = _tokenizer(options, source.folder)
     if options.max_model_len is not None and options.max_model_len > config.max_context:
         raise ValueError(
             f"max_model_len = {options.max_model_len} is more than the model's {config.max_context} positions"
@@ -124,10 +125,12 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS
     )
     backend = get_backend(options.backend, device)
-    model = Qwen3Model.from_folder(
-        folder,
+    note = "asked for" if options.backend else backend_note(backend.name, device)
+    model = Qwen3Model.load(
+        config,
+        source.tensors,
         backend,
-        dtype=options.dtype,
+        dtype=resolve_dtype(options.dtype, source.dtype, device=device),
         device=device,
         max_model_len=options.max_model_len,
         max_tokens=batched_tokens + 1,
@@ -135,16 +138,21 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     if device.type == "cuda":
         num_seqs = min(options.max_num_seqs, batched_tokens)
         warm_up(model, num_tokens=batched_tokens + 1, num_seqs=num_seqs, block_size=options.block_size)
+    automatic = options.num_blocks is None and options.kv_cache_memory is None
+    block_bytes = config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size
     pool = size_pool(
-        block_bytes=config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size,
+        block_bytes=block_bytes,
         block_size=options.block_size,
-        available_bytes=_available_bytes(device, options.gpu_memory_utilization),
+        available_bytes=_available_bytes(device, options.gpu_memory_utilization) if automatic else 0,
         available_source=_AVAILABLE_SOURCE[device.type == "cuda"],
         model_max_len=config.max_context,
+        max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         num_blocks=options.num_blocks,
         kv_cache_memory=options.kv_cache_memory,
     )
+    if device.type == "cuda":
+        check_gpu_pool(pool.num_blocks * block_bytes, torch.cuda.mem_get_info(device)[0])
     caches = [
         PagedKVCache(
             pool.num_blocks,
@@ -181,15 +189,15 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             max_num_batched_tokens=batched_tokens,
             vocab_size=config.vocab_size,
             scheduling_policy=options.scheduling_policy,
-            generation_defaults=defaults,
+            generation_defaults=source.generation_defaults,
             seed=options.seed,
             check_invariants=options.check_invariants,
             batch_invariant=backend.batch_invariant,
         ),
         tokenizer=tokenizer,
     )
-    template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer is not None else None
-    loaded = LoadedEngine(engine, model, caches, tokenizer, template, folder, pool, threads, events)
+    template = ChatTemplate.from_folder(text_folder, tokenizer.special_tokens) if tokenizer and text_folder else None
+    loaded = LoadedEngine(engine, model, caches, tokenizer, template, source, pool, threads, note, events)
     if options.kv_journal is not None:
         journal = Journal(options.kv_journal, pool.num_blocks, options.block_size, lambda: engine.num_steps)
         events.listeners.append(journal)
@@ -211,6 +219,14 @@ def _check(options: EngineOptions) -> None:
     EngineConfig(scheduling_policy=options.scheduling_policy)
 
 
+def _source(options: EngineOptions) -> ModelSource:
+    from minipaged.model.source import ModelSource
+
+    if isinstance(options.model, ModelSource):
+        return options.model
+    return ModelSource.from_folder(resolve_model(options.model, options.revision))
+
+
 def _device(wanted: str) -> str:
     import torch
 
@@ -219,12 +235,12 @@ def _device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _tokenizer(options: EngineOptions, folder: Path) -> tuple[Tokenizer | None, Path]:
-    """The tokenizer, and the folder where its chat template lies."""
+def _tokenizer(options: EngineOptions, folder: Path | None) -> tuple[Tokenizer | None, Path | None]:
+    """The tokenizer, and the folder where its chat template lies. folder: the model's, None if it has none."""
     if isinstance(options.tokenizer, Tokenizer):
         return options.tokenizer, options.tokenizer.folder
     if options.tokenizer is None:
-        return Tokenizer.from_folder(folder), folder
+        return None if folder is None else Tokenizer.from_folder(folder), folder
     own = resolve_model(options.tokenizer, options.revision)
     tokenizer = Tokenizer.from_folder(own)
     if tokenizer is None:

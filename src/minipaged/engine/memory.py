@@ -30,6 +30,7 @@ def size_pool(
     block_size: int,
     available_bytes: int,
     model_max_len: int,
+    max_num_seqs: int,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
@@ -38,10 +39,10 @@ def size_pool(
     """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
     take, and available_source says for messages where that number comes from.
 
-    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`. The last sampled token is never
-    written, so N blocks hold requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory
-    cannot hold one request of an explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the
-    pool, with a warning.
+    `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
+    than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
+    requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory cannot hold one request of an
+    explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
     """
     for name, value in (
         ("num_blocks", num_blocks),
@@ -65,6 +66,8 @@ def size_pool(
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
     blocks = budget // block_bytes
+    if kv_cache_memory is None:
+        blocks = min(blocks, max(1, max_num_seqs * wanted_blocks))
     source = "kv_cache_memory" if kv_cache_memory is not None else available_source
     if blocks < 1:
         raise ValueError(
@@ -99,3 +102,12 @@ def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
             "max_num_batched_tokens or max_num_seqs, or take a smaller model"
         )
     return available
+
+
+def check_gpu_pool(pool_bytes: int, free: int) -> None:
+    """ValueError if a pool of so many bytes, which was asked for, does not fit into what is `free` on the GPU."""
+    if pool_bytes > free:
+        raise ValueError(
+            f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are free "
+            "after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both to be measured"
+        )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
-from minipaged.engine.detokenizer import Detokenizer
+from minipaged.engine.detokenizer import Detokenizer, name_tokens
 from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minipaged.engine.sequence import Sequence
 
@@ -115,14 +115,14 @@ class Child(Sequence):
         it.
         """
         return CompletionOutput(
-            self.index,
-            self.detokenizer.text,
-            self.token_ids[self.num_prompt_tokens :],
-            self.cumulative_logprob,
-            None if self.logprobs is None else self.logprobs[:],
-            self.finish_reason,
-            self.stop_reason,
-            self.error,
+            index=self.index,
+            text=self.detokenizer.text,
+            token_ids=self.token_ids[self.num_prompt_tokens :],
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else self.logprobs[:],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
         )
 
 
@@ -216,9 +216,7 @@ class Request:
 
     def with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         """Fill in what each token reads like."""
-        if self.tokenizer is not None:
-            for token_id, logprob in entry.items():
-                logprob.decoded_token = self.tokenizer.token_text(token_id)
+        name_tokens(entry, self.tokenizer)
         return entry
 
     def output(self) -> RequestOutput:

@@ -171,7 +171,8 @@ class Scheduler:
         """
         manager, start = self.manager, child.num_computed
         wanted = min(len(child.token_ids) - start, budget)
-        if child.wants_prompt_logprobs:
+        scores_prompt = child.wants_prompt_logprobs
+        if scores_prompt:
             wanted = min(wanted, PROMPT_LOGPROBS_CHUNK)
         while True:
             # Rather a smaller chunk than somebody else's blocks: a prefill preempts only when it cannot advance at all.
@@ -196,7 +197,7 @@ class Scheduler:
             wanted,
             slots,
             child.samples_with if start + wanted == len(child.token_ids) else (),
-            child.wants_prompt_logprobs,
+            scores_prompt,
         )
         return wanted
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from minipaged.model.activations import ActivationBuffers
-from minipaged.model.checkpoint import Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.dtypes import resolve_dtype
 from minipaged.model.parameters import (
@@ -34,6 +33,7 @@ from minipaged.model.parameters import (
     layer_prefix,
 )
 from minipaged.model.rope import rotary_table
+from minipaged.model.source import ModelSource
 from minipaged.ops.backend import AttentionPlan, Backend, PackedLinear, RMSNorm
 
 if TYPE_CHECKING:
@@ -158,15 +158,12 @@ class Qwen3Model:
 
         Errors as `ModelConfig.from_folder`, `Checkpoint` and `resolve_dtype`; the rest as `load`.
         """
-        config = ModelConfig.from_folder(folder)
-        checkpoint = Checkpoint(folder)
-        checkpoint.check(config)
-        stated = getattr(torch, config.dtype) if config.dtype else checkpoint.dtype
+        source = ModelSource.from_folder(folder)
         return cls.load(
-            config,
-            checkpoint,
+            source.config,
+            source.tensors,
             backend,
-            dtype=resolve_dtype(dtype, stated, device=device),
+            dtype=resolve_dtype(dtype, source.dtype, device=device),
             device=device,
             max_model_len=max_model_len,
             max_tokens=max_tokens,

@@ -1,0 +1,185 @@
+// The one matrix product behind linear layers and attention, and the tile layout it reads.
+//
+// A "word" is 32 bits: one float, or two neighbouring bf16. A tile holds columns side by side, word by word:
+// tile[k][column], so that one vector load gives the k-th word of 16 columns. An output element is ONE register that
+// runs over k upwards. Nothing here ever splits or reorders k: this is what makes results independent of the batch.
+#pragma once
+#include "simd.h"
+
+namespace MP_ISA {
+
+template <class T>
+constexpr int WORD = 4 / sizeof(T);  // elements per word
+
+constexpr int PANEL = 32;      // columns of a packed weight that lie side by side
+constexpr int MAX_ROWS = 12;   // rows that one call of `product` takes
+constexpr int MAX_VECTORS = 4; // vectors of 16 columns that it takes
+
+template <class T>
+inline f32x16 multiply_add(f32x16 acc, uint32_t x, u32x16 w);
+template <>
+inline f32x16 multiply_add<float>(f32x16 acc, uint32_t x, u32x16 w) { return fma(splat(float_of(x)), as_floats(w), acc); }
+template <>
+inline f32x16 multiply_add<bf16>(f32x16 acc, uint32_t x, u32x16 w) { return dot_pairs(acc, splat_word(x), w); }
+
+// out[r][c] gets the chain x[r][0] * tile[0][c] + x[r][1] * tile[1][c] + ..., that
+//   SET: starts from 0;
+//   START: starts from out[r][c] * scale[r];
+//   ADD: starts from 0 and is added, once finished, to out[r][c] * scale[r].
+enum Into { SET, START, ADD };
+struct Product {
+    const char* x;         // row-major words
+    int64_t x_stride;      // bytes
+    const uint32_t* tile;
+    int64_t tile_stride;   // words from k to k + 1
+    int64_t steps;         // words
+    float* out;
+    int64_t out_stride;    // floats
+    Into into;
+    const float* scale;
+};
+
+// What to fetch into the cache meanwhile: `step` runs once per word of the sum.
+struct NothingAhead {
+    void step() {}
+};
+struct TileAhead {  // two lines, so as fast as 32 columns are read
+    const char* line;
+    void step() { prefetch_l2(line), prefetch_l2(line + 64), line += 128; }
+};
+
+template <class T, int R, int V, class Ahead>
+void product(const Product& a, Ahead& ahead) {
+    if constexpr (R > REGISTER_ROWS) {
+        NothingAhead nothing;
+        product<T, REGISTER_ROWS, V>(a, ahead);
+        Product b = a;
+        b.x += REGISTER_ROWS * a.x_stride;
+        b.out += REGISTER_ROWS * a.out_stride;
+        if (a.into != SET) b.scale += REGISTER_ROWS;
+        product<T, R - REGISTER_ROWS, V>(b, nothing);
+    } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
+        NothingAhead nothing;
+        product<T, R, V / 2>(a, ahead);
+        Product b = a;
+        b.tile += V / 2 * LANES;
+        b.out += V / 2 * LANES;
+        product<T, R, V / 2>(b, nothing);
+    } else {
+        f32x16 acc[R][V];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++)
+                acc[r][v] = a.into == START ? load(a.out + r * a.out_stride + LANES * v) * splat(a.scale[r]) : splat(0.0f);
+        const char* x[(R + 2) / 3];  // one pointer for three rows: few enough for the general registers
+#pragma GCC unroll 4
+        for (int i = 0; i < (R + 2) / 3; i++) x[i] = a.x + 3 * i * a.x_stride;
+        const uint32_t* tile = a.tile;
+        Ahead fetch = ahead;  // a copy can live in registers
+        const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride;
+        for (int64_t k = a.steps; k > 0; k--) {
+            u32x16 w[V];
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) w[v] = load_words(tile + LANES * v);
+            tile += tile_stride;
+            fetch.step();
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                uint32_t word = load_word(x[r / 3] + r % 3 * x_stride);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) acc[r][v] = multiply_add<T>(acc[r][v], word, w[v]);
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < (R + 2) / 3; i++) x[i] += 4;
+        }
+        ahead = fetch;
+        if (a.into == ADD)
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < V; v++) acc[r][v] = fma(load(a.out + r * a.out_stride + LANES * v), splat(a.scale[r]), acc[r][v]);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(a.out + r * a.out_stride + LANES * v, acc[r][v]);
+    }
+}
+
+template <class T, int V, class Ahead>
+inline void product_rows(int rows, const Product& a, Ahead& ahead) {
+    typedef void (*Function)(const Product&, Ahead&);
+    static const Function table[MAX_ROWS] = {product<T, 1, V, Ahead>,  product<T, 2, V, Ahead>,  product<T, 3, V, Ahead>,
+                                             product<T, 4, V, Ahead>,  product<T, 5, V, Ahead>,  product<T, 6, V, Ahead>,
+                                             product<T, 7, V, Ahead>,  product<T, 8, V, Ahead>,  product<T, 9, V, Ahead>,
+                                             product<T, 10, V, Ahead>, product<T, 11, V, Ahead>, product<T, 12, V, Ahead>};
+    table[rows - 1](a, ahead);
+}
+
+// Words of one chain. In bf16 there is no limit: rounding the operands hides the rounding of the sum. In float32, chains
+// of fixed length are summed, which keeps the error at that of a blocked BLAS. Where they end depends on nothing.
+template <class T>
+constexpr int64_t CHAIN = sizeof(T) == 4 ? 32 : int64_t(1) << 40;
+
+alignas(64) static const float ONES[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+template <class T, int V, class Ahead>
+inline void product_chains(int rows, Product a, Ahead& ahead) {
+    const int64_t steps = a.steps;
+    for (int64_t k = 0; k < steps; k += CHAIN<T>) {
+        a.steps = min_of(CHAIN<T>, steps - k);
+        product_rows<T, V>(rows, a, ahead);
+        if (steps - k <= CHAIN<T>) break;
+        a.x += 4 * CHAIN<T>;
+        a.tile += a.tile_stride * CHAIN<T>;
+        a.into = ADD, a.scale = ONES;
+    }
+}
+
+// Any number of columns that is a multiple of 16. Few rows take more columns at a time, to have chains enough in flight.
+template <class T>
+inline void product_columns(int rows, int64_t columns, Product a) {
+    NothingAhead nothing;
+    while (columns > 0) {
+        const int v = columns >= 64 && rows <= 6 ? 4 : columns >= 32 ? 2 : 1;
+        if (v == 4) product_chains<T, 4>(rows, a, nothing);
+        else if (v == 2) product_chains<T, 2>(rows, a, nothing);
+        else product_chains<T, 1>(rows, a, nothing);
+        a.tile += v * LANES;
+        a.out += v * LANES;
+        columns -= v * LANES;
+    }
+}
+
+// n rows fall into blocks of at most MAX_ROWS and nearly equal size; a short last block would waste registers.
+inline int64_t block_rows(int64_t n) { return ceil_div(n, ceil_div(n, MAX_ROWS)); }
+
+// The first `words` words of 16 rows -> tile[word][row]. `between` runs after every four words (to prefetch).
+template <class Between>
+inline void transpose_rows(const char* const* rows, int64_t words, uint32_t* tile, int64_t stride, Between between) {
+    int64_t k = 0;
+    for (; k + 4 <= words; k += 4) {
+        transpose_16x4(rows, 4 * k, tile + k * stride, stride);
+        between();
+    }
+    for (; k < words; k++)
+        for (int i = 0; i < LANES; i++) tile[k * stride + i] = load_word(rows[i] + 4 * k);
+}
+
+// Memory of one thread, reused from call to call. Only the owner grows it, before a parallel region starts.
+struct Scratch {
+    char* data = nullptr;
+    size_t size = 0;
+    ~Scratch() { free(data); }
+    char* reserve(size_t bytes) {
+        if (bytes > size) {
+            free(data);
+            size = bytes + bytes / 4;
+            data = (char*)aligned_alloc(4096, round_up((int64_t)size, 4096));
+            if (!data) size = 0;
+        }
+        return data;
+    }
+};
+
+}  // namespace MP_ISA

@@ -1,0 +1,458 @@
+"""Back end "cpu": the C++ kernels of `native/`, called through ctypes (which releases the interpreter lock).
+
+Logits are bit-identical whatever the batch: every output element is one chain of operations in a fixed order
+(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct: the
+layouts are those of native/api.h, where every field is 8 bytes wide.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from minipaged.errors import BackendUnavailableError
+from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.native_library import (
+    check,
+    huge_page_tensor,
+    instruction_sets,
+    kv_cache_storage,
+    load_library,
+    unavailable_reason,
+)
+from minipaged.ops.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minipaged.kv.paged_cache import PagedKVCache
+
+ISA_VARIABLE = "MINIPAGED_CPU_ISA"
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_HUGE_FROM = 1 << 20  # bytes; smaller weights would waste most of a 2 MiB page
+
+# P pointer, q int64, d double: see native/api.h for the fields.
+_WEIGHT = struct.Struct("PPqqqq")
+_PACK = struct.Struct("PPqq")
+_EMBED = struct.Struct("PPqPqq")
+_LINEAR = struct.Struct("PPqqPdPqPqqq")
+_RMS_NORM = struct.Struct("PqqqPdPqqq")
+_CACHE = struct.Struct("PPqqqqqqqqqqq")
+_ROPE_WRITE = struct.Struct("PqqqPPddPPqPPPPqq")
+_BATCH = struct.Struct("PqqPPq")
+_PROBE = struct.Struct("PqqqP")
+_ATTENTION = struct.Struct("PPPqqqPqqdq")
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A packed weight and the C struct that describes it."""
+
+    header: ctypes.Array[ctypes.c_char]
+    address: int
+    dtype: torch.dtype
+    memory: Tensor  # owned here, read by C++
+    bias: Tensor | None
+
+
+@dataclass(slots=True)
+class _Batch:
+    header: ctypes.Array[ctypes.c_char]
+    address: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _Cache:
+    header: ctypes.Array[ctypes.c_char]
+    address: int
+    key_pointer: int
+    value_pointer: int
+    dtype: torch.dtype
+    num_kv_heads: int
+    head_dim: int
+
+
+class NativeBackend(Backend):
+    """Kernels in C++. `isa`, or the environment variable MINIPAGED_CPU_ISA, picks an instruction set by name."""
+
+    name = "cpu"
+    batch_invariant = True
+    copies_weights = True
+    row_padding_bytes = 64  # rows a multiple of 4 KiB apart would meet in the same sets of the L1 cache
+
+    def __init__(self, *, threads: int | None = None, isa: str | None = None) -> None:
+        isa = isa or os.environ.get(ISA_VARIABLE, "")
+        found = load_library().mp_find(isa.encode())
+        if not found:
+            raise BackendUnavailableError(
+                f"{ISA_VARIABLE}={isa}: not an instruction set that runs here; available: "
+                + ", ".join(name for name, runs in instruction_sets().items() if runs)
+            )
+        self._kernels = found.contents
+        self.isa: str = self._kernels.name.decode()
+        self.threads = threads or torch.get_num_threads()
+        self._torch: TorchBackend | None = None
+        self._caches: weakref.WeakKeyDictionary[PagedKVCache, _Cache] = weakref.WeakKeyDictionary()
+        # Bound once: a lookup in the ctypes structure builds a new function object each time.
+        self._linear, self._attention = self._kernels.linear, self._kernels.attention
+        self._rope_write, self._rms_norm = self._kernels.rope_write, self._kernels.rms_norm
+        self._embed, self._pack = self._kernels.embed, self._kernels.pack
+        self.empty_call = self._kernels.nothing  # for benchmarks: what a call costs by itself
+
+    def pack_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        use: Literal["linear", "embed", "both"] = "linear",
+    ) -> PackedLinear:
+        """Take over weight [out, in]. Types other than bfloat16 are kept in float32. One copy serves all uses."""
+        out_features, in_features = weight.shape
+        if gated and out_features % 2:
+            raise ValueError(f"a gated weight needs gate rows and as many up rows, not {out_features} in all")
+        if weight.dtype not in _TYPES:
+            weight = weight.float()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        type_code = _TYPES[weight.dtype]
+        plain = _WEIGHT.pack(0, 0, in_features, out_features, gated, type_code)
+        nbytes = load_library().mp_packed_bytes(plain)
+        if nbytes >= _HUGE_FROM:
+            memory = huge_page_tensor((nbytes,), torch.uint8)
+        else:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        columns = None if bias is None else _packed_columns(bias, gated)
+        header = ctypes.create_string_buffer(
+            _WEIGHT.pack(
+                memory.data_ptr(),
+                0 if columns is None else columns.data_ptr(),
+                in_features,
+                out_features,
+                gated,
+                type_code,
+            )
+        )
+        address = ctypes.addressof(header)
+        check(self._pack(_PACK.pack(address, weight.data_ptr(), weight.stride(0), self.threads)))
+        data = _Weight(header, address, weight.dtype, memory, columns)
+        return PackedLinear(in_features, out_features, gated, data)
+
+    def linear(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        act: Literal["silu_mul"] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 where weights are bfloat16."""
+        data: _Weight = w.data
+        rows, features = x.shape
+        width = w.out_features // 2 if w.gated else w.out_features
+        if features != w.in_features or w.gated != (act == "silu_mul"):
+            raise ValueError(f"x has {features} features, the weight {w.in_features}; gated={w.gated} with act={act!r}")
+        if out is None:
+            out = torch.empty((rows, width), dtype=x.dtype)
+        elif out.shape != (rows, width):
+            raise ValueError(f"out has shape {tuple(out.shape)}, needed {(rows, width)}")
+        x = _rows(x, data.dtype)
+        result = out if out.stride(1) == 1 and out.dtype in _TYPES else torch.empty((rows, width), dtype=data.dtype)
+        weight = None if norm is None else _rows(norm.weight, data.dtype)
+        if residual is not None:
+            if residual.shape != out.shape:
+                raise ValueError(f"residual has shape {tuple(residual.shape)}, needed {(rows, width)}")
+            residual = _rows(residual, result.dtype)
+        code = self._linear(
+            _LINEAR.pack(
+                data.address,
+                x.data_ptr(),
+                x.stride(0),
+                rows,
+                0 if weight is None else weight.data_ptr(),
+                0.0 if norm is None else norm.eps,
+                0 if residual is None else residual.data_ptr(),
+                0 if residual is None else residual.stride(0),
+                result.data_ptr(),
+                result.stride(0),
+                _TYPES[result.dtype],
+                self.threads,
+            )
+        )
+        if code:
+            check(code)
+        return out if result is out else out.copy_(result)
+
+    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+        """Rows of a packed, ungated weight."""
+        data: _Weight = w.data
+        if w.gated:
+            raise ValueError("a gated weight has no embedding rows")
+        if token_ids.dtype != torch.int64 or token_ids.dim() != 1:
+            raise TypeError(f"token_ids must be int64 [T], not {token_ids.dtype} {tuple(token_ids.shape)}")
+        token_ids = token_ids.contiguous()
+        count = token_ids.shape[0]
+        direct = out is not None and out.dtype == data.dtype and out.stride(1) == 1
+        result = out if out is not None and direct else torch.empty((count, w.in_features), dtype=data.dtype)
+        if result.shape != (count, w.in_features):
+            raise ValueError(f"out has shape {tuple(result.shape)}, needed {(count, w.in_features)}")
+        check(
+            self._embed(
+                _EMBED.pack(
+                    data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads
+                )
+            )
+        )
+        return result if out is None or direct else out.copy_(result)
+
+    def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
+        """RMSNorm over the last dimension, any leading dimensions."""
+        size = x.shape[-1]
+        if x.dtype not in _TYPES:
+            return self._other().rms_norm(x, norm, out=out)
+        rows = _rows(x.reshape(-1, size), x.dtype)
+        weight = _rows(norm.weight, x.dtype)
+        direct = out is not None and out.dtype == x.dtype and out.dim() == 2 and out.stride(1) == 1
+        result = out if out is not None and direct else torch.empty(rows.shape, dtype=x.dtype)
+        if out is not None and out.shape != x.shape:
+            raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(x.shape)}")
+        check(
+            self._rms_norm(
+                _RMS_NORM.pack(
+                    rows.data_ptr(),
+                    rows.stride(0),
+                    rows.shape[0],
+                    size,
+                    weight.data_ptr(),
+                    norm.eps,
+                    result.data_ptr(),
+                    result.stride(0),
+                    _TYPES[x.dtype],
+                    self.threads,
+                )
+            )
+        )
+        if out is None:
+            return result.view(x.shape)
+        return out if direct else out.copy_(result.view(x.shape))
+
+    def qk_norm_rope_write(
+        self,
+        qkv: Tensor,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+        rope: RotaryTable,
+        positions: Tensor,
+        cache: PagedKVCache,
+        slot_mapping: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend`. Slots outside the pool are skipped, as -1 is; the engine checks them where it builds them."""
+        c = self._cache(cache)
+        if c is None:
+            return self._other().qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out)
+        tokens, features = qkv.shape
+        heads = features // c.head_dim - 2 * c.num_kv_heads
+        shape = (tokens, heads, c.head_dim)
+        if heads <= 0 or features % c.head_dim:
+            raise ValueError(f"qkv has {features} features: not (Hq + 2 * {c.num_kv_heads}) heads of {c.head_dim}")
+        if positions.shape[0] != tokens or slot_mapping.shape[0] != tokens:
+            raise ValueError(f"{tokens} tokens, but {positions.shape[0]} positions and {slot_mapping.shape[0]} slots")
+        if out is not None and out.shape != shape:
+            raise ValueError(f"out has shape {tuple(out.shape)}, needed {shape}")
+        qkv = _rows(qkv, c.dtype)
+        q_weight, k_weight = _rows(q_norm.weight, c.dtype), _rows(k_norm.weight, c.dtype)
+        cos, sin = _flat(rope.cos, torch.float32), _flat(rope.sin, torch.float32)
+        if (
+            cos.shape[1] != c.head_dim // 2
+            or sin.shape != cos.shape
+            or q_weight.shape != k_weight.shape != (c.head_dim,)
+        ):
+            raise ValueError(f"rotary table {tuple(cos.shape)} or norm weights do not fit head_dim {c.head_dim}")
+        positions, slot_mapping = _flat(positions, torch.int64), _flat(slot_mapping, torch.int64)
+        direct = out is not None and out.dtype == c.dtype and out.stride(2) == 1 and out.stride(1) == c.head_dim
+        query = out if out is not None and direct else torch.empty(shape, dtype=c.dtype)
+        code = self._rope_write(
+            _ROPE_WRITE.pack(
+                qkv.data_ptr(),
+                qkv.stride(0),
+                tokens,
+                heads,
+                q_weight.data_ptr(),
+                k_weight.data_ptr(),
+                q_norm.eps,
+                k_norm.eps,
+                cos.data_ptr(),
+                sin.data_ptr(),
+                cos.shape[0],
+                positions.data_ptr(),
+                slot_mapping.data_ptr(),
+                c.address,
+                query.data_ptr(),
+                query.stride(0),
+                self.threads,
+            )
+        )
+        if code:
+            check(code)
+        return query if out is None or direct else out.copy_(query)
+
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Bind the addresses of a step's batch; the tensors must stay alive and unchanged until the step ends."""
+        tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_start_loc
+        rows = lengths.shape[0]
+        if tables.shape[0] != rows or starts.shape[0] != rows + 1:
+            raise ValueError(f"{rows} sequences, but {tables.shape[0]} block tables and {starts.shape[0]} query starts")
+        tables, lengths, starts = _rows(tables, torch.int32), _flat(lengths, torch.int32), _flat(starts, torch.int32)
+        header = ctypes.create_string_buffer(
+            _BATCH.pack(
+                tables.data_ptr(), tables.stride(0), tables.shape[1], lengths.data_ptr(), starts.data_ptr(), rows
+            )
+        )
+        data = _Batch(header, ctypes.addressof(header), int(starts[-1]))
+        kept = AttentionBatch(
+            batch.positions, batch.slot_mapping, tables, lengths, starts, batch.max_query_len, batch.max_seq_len
+        )
+        return AttentionPlan(kept, data)
+
+    def attention(
+        self,
+        query: Tensor,
+        cache: PagedKVCache,
+        plan: AttentionPlan,
+        *,
+        scale: float | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal paged attention; see `Backend`. The result's rows lie 64 bytes further apart than their length."""
+        c, b = self._cache(cache), plan.data
+        if c is None or query.dtype != c.dtype or (scale is not None and scale < 0):
+            other = self._other()
+            return other.attention(query, cache, other.plan(plan.batch), scale=scale, out=out)
+        tokens, heads, dim = query.shape
+        if dim != c.head_dim or heads % c.num_kv_heads or tokens < b.tokens:
+            raise ValueError(
+                f"query {tuple(query.shape)} does not fit: the cache has {c.num_kv_heads} heads of {c.head_dim}, "
+                f"the batch {b.tokens} tokens"
+            )
+        if scale is None:
+            scale = dim**-0.5
+        if out is None:
+            stride = heads * dim + self.row_padding_bytes // query.dtype.itemsize
+            out = torch.empty((tokens, stride), dtype=query.dtype).as_strided((tokens, heads, dim), (stride, dim, 1))
+        elif out.shape != query.shape:
+            raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(query.shape)}")
+        query = _rows(query, c.dtype)
+        result = out if out.dtype == c.dtype and out.stride(2) == 1 else torch.empty(query.shape, dtype=c.dtype)
+        code = self._attention(
+            _ATTENTION.pack(
+                b.address,
+                c.address,
+                query.data_ptr(),
+                query.stride(0),
+                query.stride(1),
+                heads,
+                result.data_ptr(),
+                result.stride(0),
+                result.stride(1),
+                scale,
+                self.threads,
+            )
+        )
+        if code:
+            check(code)
+        return out if result is out else out.copy_(result)
+
+    def read_bandwidth(
+        self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> float:
+        """Bytes per second of one pass over huge-page memory by all threads; `buffer`: touched memory to read."""
+        if buffer is None:
+            buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
+        result = ctypes.c_float()
+        call = _PROBE.pack(buffer.data_ptr(), buffer.numel(), 0, self.threads, ctypes.addressof(result))
+        start = clock()
+        self._kernels.read_probe(call)
+        return buffer.numel() / (clock() - start)
+
+    def matrix_peak(
+        self,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        steps: int = 1 << 20,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> float:
+        """Floating-point operations per second of the product kernel on data in L1, all threads."""
+        result = ctypes.c_float()
+        call = _PROBE.pack(0, steps, _TYPES[dtype], self.threads, ctypes.addressof(result))
+        start = clock()
+        self._kernels.peak_probe(call)
+        return steps * self.threads * 12 * 32 * 2 * (4 // dtype.itemsize) / (clock() - start)
+
+    def _other(self) -> TorchBackend:
+        """For what the kernels do not do: float16 or mixed types, odd head dimensions, negative scales."""
+        if self._torch is None:
+            self._torch = TorchBackend()
+        return self._torch
+
+    def _cache(self, cache: PagedKVCache) -> _Cache | None:
+        """The C struct of a cache, made once and again only if its memory moved; None if no kernel takes it."""
+        known = self._caches.get(cache)
+        key, value = cache.key_cache, cache.value_cache
+        if known is not None and known.key_pointer == key.data_ptr() and known.value_pointer == value.data_ptr():
+            return known
+        blocks, heads, block_size, dim = key.shape
+        if key.dtype not in _TYPES or dim % 8 or not 8 <= dim <= 256 or key.stride(3) != 1 or value.stride(3) != 1:
+            return None
+        strides = key.stride()[:3] + value.stride()[:3]
+        header = ctypes.create_string_buffer(
+            _CACHE.pack(key.data_ptr(), value.data_ptr(), *strides, blocks, heads, block_size, dim, _TYPES[key.dtype])
+        )
+        known = _Cache(header, ctypes.addressof(header), key.data_ptr(), value.data_ptr(), key.dtype, heads, dim)
+        self._caches[cache] = known
+        return known
+
+
+def _packed_columns(bias: Tensor, gated: bool) -> Tensor:
+    """The bias in float32 and in the order of packed columns: panels of 32, or of 16 gate and 16 up."""
+    halves = bias.float().view(2 if gated else 1, -1)
+    width = 16 if gated else 32
+    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % width))
+    return padded.view(halves.shape[0], -1, width).transpose(0, 1).contiguous()
+
+
+def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in that type with its last dimension contiguous: itself nearly always."""
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return x if x.is_contiguous() else x.contiguous()
+
+
+__all__ = [
+    "ISA_VARIABLE",
+    "NativeBackend",
+    "huge_page_tensor",
+    "instruction_sets",
+    "kv_cache_storage",
+    "load_library",
+    "unavailable_reason",
+]
