@@ -90,25 +90,32 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> tup
 
 
 def check(rig: Rig, model: Qwen3Model) -> list[dict[str, Any]]:
-    """Replayed steps against eager ones on the very same kernels: the tokens must be equal."""
-    shape = {"max_seqs": 5, "num_blocks": 64, "max_len": 64}
+    """Replayed steps against eager ones: the same kernels, so the same tokens.
+
+    Four sequences fill a captured size. Of three, padding may let cuBLAS choose another kernel, whose last bits may
+    tip a near tie: that row is for information.
+    """
     rng = random.Random(1)
     vocab = model.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=3 if rig.rehearsal else 24, ignore_eos=True, detokenize=False)
-    requests = [([rng.randrange(vocab) for _ in range(length)], params) for length in (1, 7, 16, 23, 30)]
-    eager, _ = run(make_engine(rig, model, graphs=False, **shape), requests)
-    engine = make_engine(rig, model, **shape)
-    replayed, _ = run(engine, requests)
-    runner = engine.runner
-    assert isinstance(runner, GraphRunner)
-    # Padding a batch lets cuBLAS choose another kernel: the last bits of logits may differ, and a near tie tips over.
-    pairs = [(x, y) for a, b in zip(eager, replayed, strict=True) for x, y in zip(a, b, strict=True)]
-    equal = sum(x == y for x, y in pairs) / len(pairs)
-    return [{
-        "check": "tokens of replayed steps equal those of eager ones", "equal": equal, "limit": 0.9,
-        "replays": runner.num_replays, "failure": runner.failure,
-        "passed": equal >= 0.9 and runner.num_replays > 0 and runner.failure is None,
-    }]  # fmt: skip
+    prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (1, 7, 6, 5)]
+    rows = []
+    for count in (4, 3):
+        shape = {"max_seqs": 4, "num_blocks": 64, "max_len": 64}
+        requests = [(prompt, params) for prompt in prompts[:count]]
+        eager, _ = run(make_engine(rig, model, graphs=False, **shape), requests)
+        engine = make_engine(rig, model, **shape)
+        replayed, _ = run(engine, requests)
+        runner = engine.runner
+        assert isinstance(runner, GraphRunner)
+        pairs = [(x, y) for a, b in zip(eager, replayed, strict=True) for x, y in zip(a, b, strict=True)]
+        equal = sum(x == y for x, y in pairs) / len(pairs)
+        works = runner.num_replays > 0 and runner.failure is None
+        rows.append({
+            "check": f"tokens of replayed steps, {count} sequences in a graph of 4", "equal": equal,
+            "replays": runner.num_replays, "failure": runner.failure, "passed": works and (count < 4 or equal >= 0.9),
+        })  # fmt: skip
+    return rows
 
 
 def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> dict[str, Any]:
@@ -151,9 +158,13 @@ def _kernels_of(rig: Rig, replay: Any) -> int:
         return 0
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        replay()
-        torch.cuda.synchronize()
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            replay()
+            torch.cuda.synchronize()
+    except RuntimeError as error:  # not every machine lets programs be profiled
+        print(f"kernels are not counted: {error}")
+        return 0
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
 
 

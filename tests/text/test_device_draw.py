@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +16,14 @@ from minipaged.engine import sampler as sampler_module
 from minipaged.engine.device_draw import draw_on_device
 from minipaged.engine.sampler import Sampler
 from minipaged.engine.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second thread that waits for a busy processor costs more than it gives
+    yield
+    torch.set_num_threads(threads)
 
 
 def drawn_there(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:

@@ -108,6 +108,6 @@ def check_gpu_pool(pool_bytes: int, free: int) -> None:
     """ValueError if a pool of so many bytes, which was asked for, does not fit into what is `free` on the GPU."""
     if pool_bytes > free:
         raise ValueError(
-            f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are free "
-            "after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both to be measured"
+            f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are "
+            "free after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both out"
         )

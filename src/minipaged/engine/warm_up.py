@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from minipaged.engine.device_draw import draw_on_device
+from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.ops.backend import AttentionBatch
@@ -13,11 +16,13 @@ from minipaged.ops.backend import AttentionBatch
 if TYPE_CHECKING:
     from minipaged.model.qwen3 import Qwen3Model
 
+_DRAWN = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.0)
+
 
 @torch.inference_mode()
 def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: int) -> None:
     """A prefill step of `num_tokens` tokens, logits for `num_seqs` of them, and a decode step of `num_seqs` sequences
-    of the longest length.
+    of the longest length; a token is drawn from each row of logits.
 
     Kernels are compiled, scratch and activations grow to their final size, and torch's allocator keeps the rest of the
     peak, so that the device's free memory afterwards is free indeed. Needs no pool: all tables point at one block of
@@ -43,6 +48,8 @@ def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: in
             num_decode_rows=num_seqs if query_lens[0] == 1 else 0,
         )
         rows = torch.arange(min(num_seqs, tokens), device=device)
-        model.forward(torch.zeros(tokens, dtype=torch.int64, device=device), model.backend.plan(batch), caches, rows)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
+        logits = model.forward(ids, model.backend.plan(batch), caches, rows)
+        draw_on_device(logits, [_DRAWN] * len(rows), np.full(len(rows), 0.5))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
