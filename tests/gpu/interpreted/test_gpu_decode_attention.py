@@ -136,6 +136,19 @@ def test_the_same_bits_whatever_the_batch_and_the_number_of_programs(monkeypatch
     assert torch.equal(attend(moved), together[1:2])
 
 
+@pytest.mark.parametrize("at_a_time", [1, 2])
+def test_splits_are_joined_from_left_to_right(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More splits than are joined at a time (as beyond 8192 tokens); the largest scores come in the last one."""
+    from minipaged.ops.triton_kernels import decode_attention
+
+    monkeypatch.setattr(decode_attention, "JOIN", at_a_time)
+    case = make_case([1700, 3], num_heads=2, num_kv_heads=1, block_size=16)
+    for block in case.block_tables[0, 100:106].tolist():
+        case.key_cache[block] *= 5
+    case.keys[0][1600:1696] *= 5
+    assert_near(attend(case), case.expected(), 1e-5)
+
+
 def test_strided_caches_queries_and_outputs() -> None:
     """K and V interleaved, heads inside tokens, padded rows; a query inside qkv; an `out` with padding."""
     case = make_case([5, 70], head_dim=32)

@@ -170,13 +170,18 @@ def test_c20_write(dtype: torch.dtype) -> None:
     assert int((cache.key_cache != 0).sum()) == 2 * 3 * 24
 
 
-def test_the_write_kernel_itself_skips_what_lies_outside() -> None:
+def test_kernels_that_write_skip_what_lies_outside() -> None:
     from minipaged.ops.triton_kernels.cache_write import write_launch
 
-    cache, key = PagedKVCache(4, 3, 4, 24, dtype=torch.float32), randn(4, 3, 24)
-    write_launch(key, key, cache, torch.tensor([16, -2, -1, 2**40])).run()
-    assert (cache.key_cache == 0).all()
-    assert (cache.value_cache == 0).all()
+    key, around = randn(4, 3, 24), [torch.zeros(6, 3, 4, 24) for _ in range(2)]  # the pool is blocks 1 to 4 of it
+    cache = PagedKVCache(4, 3, 4, 24, storage=(around[0][1:5], around[1][1:5]))
+    slots = torch.tensor([16, -2, -1, 2**40])
+    write_launch(key, key, cache, slots).run()
+    norm, rope = RMSNorm(torch.ones(24), 1e-6), RotaryTable(torch.ones(1, 12), torch.zeros(1, 12))
+    qkv, positions = randn(4, 9 * 24), torch.zeros(4, dtype=torch.int64)
+    get_backend("triton").qk_norm_rope_write(qkv, norm, norm, rope, positions, cache, slots)
+    assert (around[0] == 0).all()
+    assert (around[1] == 0).all()
 
 
 def test_copy_blocks(backend: Backend) -> None:
