@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-full lint install clean
+.PHONY: demo test test-full lint gpu-aot install clean
 .DEFAULT_GOAL := demo
 
 demo: install  ## install, let the demo model write, and check it against Hugging Face
@@ -23,6 +23,9 @@ lint: install-test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+gpu-aot: install-test  ## compile every GPU kernel, shipped and tuning candidates, for sm_80, sm_90 and sm_100; needs no GPU
+	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space
 
 install: $(VENV)/.torch
 	$(PIP) install -q .

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.plan import StepPlan
+from minipaged.engine.staging import Staging
 from minipaged.kv.address import num_logical_blocks
 from minipaged.ops.backend import AttentionBatch
 
@@ -97,6 +98,7 @@ class BatchMetadata:
         self.tables = BlockTables(
             max_seqs + 1, max_blocks
         )  # one more: an admission that fails holds a row for a moment
+        self._staging = Staging(self.device)
         self._buffers: dict[str, Array] = {}
         for name, size in (
             ("token_ids", max_tokens),
@@ -104,13 +106,13 @@ class BatchMetadata:
             ("slots", max_tokens),
             ("logits_rows", max_tokens),
         ):
-            self._buffers[name] = np.zeros(size, dtype=np.int64)
+            self._buffers[name] = self._staging.array(size, torch.int64)
         for name, size in (
             ("seq_lens", max_seqs),
             ("query_start_loc", max_seqs + 1),
             ("block_tables", max_seqs * max_blocks),
         ):
-            self._buffers[name] = np.zeros(size, dtype=np.int32)
+            self._buffers[name] = self._staging.array(size, torch.int32)
 
     def fill(self, plan: StepPlan) -> Batch:
         """The arrays of one step. IndexError if a slot lies outside the pool (nothing has been written to the cache
@@ -123,6 +125,7 @@ class BatchMetadata:
         starts = [0]
         logits_rows: list[int] = []
         max_query_len = 0
+        num_decode_rows = next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows))
         for row in plan.rows:
             start, count = row.start, row.num_tokens
             if count == 1:
@@ -143,36 +146,37 @@ class BatchMetadata:
         if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
             raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
 
+        self._staging.wait()
         max_seq_len = max(seq_lens, default=0)
         width = num_logical_blocks(max_seq_len, self.block_size)
         rows = self.tables.rows(row.sequence.sequence_id for row in plan.rows)
         tables = self._array("block_tables", len(rows) * width).reshape(len(rows), width)
         tables[:] = self.tables.table[rows, :width]
-        return Batch(
+        batch = Batch(
             self._fill("token_ids", token_ids),
             AttentionBatch(
                 positions=self._fill("positions", positions),
                 slot_mapping=self._fill("slots", slots),
-                block_tables=self._to_device(tables),
+                block_tables=self._staging.send(tables),
                 seq_lens=self._fill("seq_lens", seq_lens),
                 query_start_loc=self._fill("query_start_loc", starts),
                 max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
+                num_decode_rows=num_decode_rows,
             ),
             self._fill("logits_rows", logits_rows),
         )
+        self._staging.sent()
+        return batch
 
     def _array(self, name: str, size: int) -> Array:
         buffer = self._buffers[name]
         if size > len(buffer):
-            buffer = self._buffers[name] = np.zeros(max(size, 2 * len(buffer)), dtype=buffer.dtype)
+            dtype = torch.int64 if buffer.dtype == np.int64 else torch.int32
+            buffer = self._buffers[name] = self._staging.array(max(size, 2 * len(buffer)), dtype)
         return buffer[:size]
 
     def _fill(self, name: str, values: list[int]) -> Tensor:
         array = self._array(name, len(values))
         array[:] = values
-        return self._to_device(array)
-
-    def _to_device(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)  # shares memory
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        return self._staging.send(array)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig, SchedulingPolicy
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Journal
-from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, size_pool
+from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, check_gpu_pool, gpu_pool_bytes, size_pool
 from minipaged.engine.runner import ModelRunner
 from minipaged.engine.sampler import Sampler
+from minipaged.engine.warm_up import warm_up
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.chat_template import ChatTemplate
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from minipaged.kv import EvictionPolicy
     from minipaged.model.qwen3 import Qwen3Model
     from minipaged.model.source import ModelSource
+    from minipaged.ops.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,8 @@ _SIZES = {  # name -> whether it may be None
 }
 _LARGEST_SIZE = 1 << 62
 
+GRAPHS_VARIABLE = "MINIPAGED_CUDA_GRAPHS"
+"""Environment variable: 0 = decode without CUDA graphs, for debugging."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
 
 
@@ -146,17 +151,25 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             max_model_len=options.max_model_len,
             max_tokens=batched_tokens + 1,
         )
+    if device.type == "cuda":
+        num_seqs = min(options.max_num_seqs, batched_tokens)
+        warm_up(model, num_tokens=batched_tokens + 1, num_seqs=num_seqs, block_size=options.block_size)
+    automatic = options.num_blocks is None and options.kv_cache_memory is None
+    block_bytes = config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size
     pool = size_pool(
-        block_bytes=config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size,
+        block_bytes=block_bytes,
         block_size=options.block_size,
-        available_bytes=_available_bytes(device, options.gpu_memory_utilization),
+        available_bytes=_available_bytes(device, options.gpu_memory_utilization) if automatic else 0,
+        available_source=_AVAILABLE_SOURCE[device.type == "cuda"],
         model_max_len=config.max_context,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         num_blocks=options.num_blocks,
         kv_cache_memory=options.kv_cache_memory,
     )
-    pool_bytes = pool.num_blocks * options.block_size * config.kv_bytes_per_token(model.dtype.itemsize)
+    pool_bytes = pool.num_blocks * block_bytes
+    if device.type == "cuda":
+        check_gpu_pool(pool_bytes, torch.cuda.mem_get_info(device)[0])
     with _naming(f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks or kv_cache_memory"):
         caches = [
             PagedKVCache(
@@ -190,7 +203,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         listener=events,
     )
     engine = Engine(
-        ModelRunner(model, backend, caches, Sampler(config.vocab_size), metadata),
+        _runner(model, backend, caches, metadata, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
         manager,
         EngineConfig(
             max_model_len=pool.max_model_len,
@@ -219,7 +232,7 @@ def _check(options: EngineOptions) -> None:
     """What can be refused before anything is loaded."""
     for name, optional in _SIZES.items():
         value: Any = getattr(options, name)
-        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
         if value is not None and value > _LARGEST_SIZE:
             raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
@@ -294,12 +307,31 @@ def _tokenizer(options: EngineOptions, folder: Path | None) -> tuple[Tokenizer |
     return tokenizer, own
 
 
+def _runner(
+    model: Qwen3Model,
+    backend: Backend,
+    caches: list[PagedKVCache],
+    metadata: BatchMetadata,
+    max_seqs: int,
+    max_model_len: int,
+) -> ModelRunner:
+    sampler = Sampler(model.config.vocab_size)
+    if model.device.type != "cuda" or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
+        return ModelRunner(model, backend, caches, sampler, metadata)
+    from minipaged.engine.graph_runner import GraphRunner
+
+    return GraphRunner(model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len)
+
+
+_AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_memory_utilization leaves")
+
+
 def _available_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
-    """What an automatic pool may take now that the weights are loaded."""
+    """What an automatic pool may take now that the weights are loaded and, on a GPU, a largest step has run."""
     if device.type == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - gpu_memory_utilization) * total))
+        return gpu_pool_bytes(free, total, gpu_memory_utilization)
     available = cgroup.available_memory()
     return int((available if available is not None else 4 << 30) * CPU_MEMORY_SHARE)

@@ -34,9 +34,10 @@ def size_pool(
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     kv_cache_memory: int | None = None,
+    available_source: str = "a quarter of the memory left",
 ) -> PoolSize:
     """Choose the pool. block_bytes: K and V of one block in all layers; available_bytes: what an automatic pool may
-    take.
+    take, and available_source says for messages where that number comes from.
 
     `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
     than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
@@ -67,7 +68,7 @@ def size_pool(
     blocks = budget // block_bytes
     if kv_cache_memory is None:
         blocks = min(blocks, max(1, max_num_seqs * wanted_blocks))
-    source = "kv_cache_memory" if kv_cache_memory is not None else "a quarter of the memory left"
+    source = "kv_cache_memory" if kv_cache_memory is not None else available_source
     if blocks < 1:
         raise ValueError(
             f"{source} = {budget} bytes does not hold one block of {block_bytes} bytes: raise kv_cache_memory"
@@ -85,3 +86,28 @@ def size_pool(
     )
     warnings.warn(note, stacklevel=3)
     return PoolSize(blocks, blocks * block_size + 1, note)
+
+
+def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
+    """What the pool may take of a GPU's `total` bytes when `free` are left after the weights and a largest step.
+
+    The share 1 - gpu_memory_utilization stays free, for captured graphs and others. ValueError if nothing is left.
+    """
+    available = int(free - (1.0 - gpu_memory_utilization) * total)
+    if available <= 0:
+        raise ValueError(
+            f"gpu_memory_utilization = {gpu_memory_utilization} allows {gpu_memory_utilization * total / 2**30:.2f} of "
+            f"{total / 2**30:.2f} GiB, and {(total - free) / 2**30:.2f} GiB are in use (weights, the largest step, "
+            "other processes): nothing is left for the KV pool; raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens or max_num_seqs, or take a smaller model"
+        )
+    return available
+
+
+def check_gpu_pool(pool_bytes: int, free: int) -> None:
+    """ValueError if a pool of so many bytes, which was asked for, does not fit into what is `free` on the GPU."""
+    if pool_bytes > free:
+        raise ValueError(
+            f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are "
+            "free after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both out"
+        )

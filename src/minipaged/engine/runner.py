@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from minipaged.engine.batch_metadata import BatchMetadata
+from minipaged.engine.batch_metadata import Batch, BatchMetadata
 from minipaged.engine.logprobs import prompt_logprobs
 from minipaged.engine.plan import RowResult, StepPlan, StepResult
 from minipaged.engine.sampler import Sampler
@@ -47,16 +47,22 @@ class ModelRunner:
         """Run one step. Copies come first: a block that is copied from may already belong to somebody who writes to it
         below.
         """
-        batch = self.metadata.fill(plan)
-        if plan.block_copies:
-            self.backend.copy_blocks(self.caches, plan.block_copies)
-        logits = self.model.forward(batch.token_ids, self.backend.plan(batch.attention), self.caches, batch.logits_rows)
-        return self._sample(plan, logits)
+        batch = self.metadata.fill(plan)  # checks the slots before anything is written
+        self._copy_blocks(plan)
+        return self._sample(plan, self._logits(batch))
 
     def release(self, sequence_ids: Seq[int]) -> None:
         """Drop what is kept per sequence: its block-table row and its token counts."""
         self.metadata.tables.release(sequence_ids)
         self.sampler.release(sequence_ids)
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if plan.block_copies:
+            self.backend.copy_blocks(self.caches, plan.block_copies)
+
+    def _logits(self, batch: Batch) -> Tensor:
+        plan = self.backend.plan(batch.attention)
+        return self.model.forward(batch.token_ids, plan, self.caches, batch.logits_rows)
 
     def _sample(self, plan: StepPlan, logits: Tensor) -> StepResult:
         results: list[RowResult] = []

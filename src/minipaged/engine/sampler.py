@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.engine.draw import draw, row_argmax
+from minipaged.engine.device_draw import draw_on_device
+from minipaged.engine.draw import draw, on_host, row_argmax
 from minipaged.engine.logit_edits import TokenCounts, edit_logits, needs_edit
 from minipaged.engine.logprobs import token_logprobs
 from minipaged.engine.plan import SampledToken
@@ -43,22 +44,21 @@ class Sampler:
             wanted = [len(sequences), self.vocab_size]
             raise ValueError(f"logits must have shape {wanted} (sequences, vocabulary), got {list(logits.shape)}")
         logits = logits.detach().float()
-        tokens, top = row_argmax(logits)
+        edited = [row for row, sequence in enumerate(sequences) if needs_edit(sequence)]
+        changed = set(edited)
+        plain = [row for row, s in enumerate(sequences) if row not in changed and not s.params.greedy]
+        on_device = not on_host(logits)
+        if on_device:
+            tokens, top = self._sample_on_device(logits, plain, sequences)
+        else:
+            tokens, top = row_argmax(logits)
         errors = {
             row: f"the model gave logits that cannot be sampled: their maximum is {top[row]}"
             for row in np.flatnonzero(~np.isfinite(top)).tolist()
         }
-        plain, edited, with_logprobs = [], [], []
-        for row, sequence in enumerate(sequences):
-            if row in errors:
-                continue
-            if needs_edit(sequence):
-                edited.append(row)
-            elif not sequence.params.greedy:
-                plain.append(row)
-            if sequence.params.logprobs is not None:
-                with_logprobs.append(row)
-        if plain:
+        plain, edited = ([row for row in rows if row not in errors] for rows in (plain, edited))
+        with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
+        if plain and not on_device:
             self._draw(_rows_of(logits, plain), top, plain, sequences, tokens)
         if edited:
             self._sample_edited(logits, edited, sequences, tokens, errors)
@@ -100,6 +100,20 @@ class Sampler:
             self._draw(_rows_of(work, random), top, random, [sequences[row] for row in rows], drawn)
             tokens[rows] = drawn
 
+    def _sample_on_device(
+        self, logits: Tensor, plain: list[int], sequences: Seq[Sequence]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """As `row_argmax`, and with the rows `plain` drawn: the ids leave the device in one copy, a step's only
+        wait."""
+        values, tokens = logits.max(dim=1)
+        if plain:
+            chosen = [sequences[row] for row in plain]
+            drawn = draw_on_device(_rows_of(logits, plain), [s.params for s in chosen], _uniforms(chosen))
+            tokens = drawn if len(plain) == len(logits) else tokens.index_copy(0, _index(plain, logits), drawn)
+        # float64 holds both exactly
+        ids, top = torch.stack([tokens.double(), values.double()]).cpu().numpy()
+        return ids.astype(np.int64), top.astype(np.float32)
+
     def _draw(
         self,
         logits: Tensor,
@@ -110,8 +124,7 @@ class Sampler:
     ) -> None:
         """Draw for `rows` of `sequences`, `top` and `tokens` (written); `logits` holds just these rows."""
         chosen = [sequences[row] for row in rows]
-        keys = np.array([[s.seed & _UINT64, s.index, len(s.token_ids)] for s in chosen], dtype=np.uint64).T
-        tokens[rows] = draw(logits, top[rows], [s.params for s in chosen], uniforms(keys[0], keys[1], keys[2]))
+        tokens[rows] = draw(logits, top[rows], [s.params for s in chosen], _uniforms(chosen))
 
     def _add_logprobs(
         self, logits: Tensor, rows: list[int], sequences: Seq[Sequence], results: list[SampledToken]
@@ -126,5 +139,15 @@ class Sampler:
                 results[row].logprob = entry[results[row].token_id].logprob
 
 
+def _uniforms(sequences: Seq[Sequence]) -> np.ndarray[Any, Any]:
+    """Each sequence's number for its next token."""
+    keys = np.array([[s.seed & _UINT64, s.index, len(s.token_ids)] for s in sequences], dtype=np.uint64).T
+    return uniforms(keys[0], keys[1], keys[2])
+
+
+def _index(rows: list[int], logits: Tensor) -> Tensor:
+    return torch.tensor(rows, device=logits.device)
+
+
 def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+    return logits if len(rows) == len(logits) else logits[_index(rows, logits)]

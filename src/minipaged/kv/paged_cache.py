@@ -92,18 +92,7 @@ class PagedKVCache:
         """
         slots = torch.as_tensor(slot_mapping, device=self.device)
         slots = slots if slots.numel() else slots.long()  # an empty list has no integer type of its own
-        _check_tokens("key", key, slots, self.num_kv_heads, self.head_dim)
-        _check_tokens("value", value, slots, self.num_kv_heads, self.head_dim)
-        if slots.numel() == 0:
-            return
-        lowest, highest = (int(bound) for bound in torch.aminmax(slots))
-        if lowest < -1 or highest >= self.num_slots:
-            raise IndexError(
-                f"slot {lowest if lowest < -1 else highest} is outside the pool: valid slots are "
-                f"0 to {self.num_slots - 1} ({self.num_blocks} blocks of {self.block_size}), "
-                "or -1 to skip a token; nothing was written"
-            )
-        if lowest < 0:
+        if self.check_write(key, value, slots) < 0:
             kept = slots >= 0
             slots, key, value = slots[kept], key[kept], value[kept]
         slots = slots.long()
@@ -112,6 +101,21 @@ class PagedKVCache:
         # [N, Bs, Hkv, D]: with both index tensors side by side the result is [T, Hkv, D], one row per token.
         self.key_cache.transpose(1, 2).index_put_((block, offset), key.to(self.dtype))
         self.value_cache.transpose(1, 2).index_put_((block, offset), value.to(self.dtype))
+
+    def check_write(self, key: Tensor, value: Tensor, slots: Tensor) -> int:
+        """Raise what `write` would raise for these arguments; otherwise the lowest slot (0 without tokens)."""
+        _check_tokens("key", key, slots, self.num_kv_heads, self.head_dim)
+        _check_tokens("value", value, slots, self.num_kv_heads, self.head_dim)
+        if slots.numel() == 0:
+            return 0
+        lowest, highest = (int(bound) for bound in torch.aminmax(slots))
+        if lowest < -1 or highest >= self.num_slots:
+            raise IndexError(
+                f"slot {lowest if lowest < -1 else highest} is outside the pool: valid slots are "
+                f"0 to {self.num_slots - 1} ({self.num_blocks} blocks of {self.block_size}), "
+                "or -1 to skip a token; nothing was written"
+            )
+        return lowest
 
     @torch.no_grad()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -122,17 +126,22 @@ class PagedKVCache:
         pairs = [(int(source), int(destination)) for source, destination in pairs]
         if not pairs:
             return
-        for block in (block for pair in pairs for block in pair):
-            if not 0 <= block < self.num_blocks:
-                raise IndexError(f"block {block} is outside the pool of {self.num_blocks} blocks; nothing was copied")
+        self.check_copies(pairs)
         sources, destinations = zip(*pairs, strict=True)
-        if len(set(destinations)) < len(destinations):
-            twice = next(block for block in destinations if destinations.count(block) > 1)
-            raise ValueError(f"block {twice} is the destination of more than one copy; nothing was copied")
         source_ids = torch.tensor(sources, device=self.device)
         destination_ids = torch.tensor(destinations, device=self.device)
         for cache in (self.key_cache, self.value_cache):
             cache.index_copy_(0, destination_ids, cache.index_select(0, source_ids))
+
+    def check_copies(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Raise what `copy_blocks` would raise for these pairs."""
+        for block in (block for pair in pairs for block in pair):
+            if not 0 <= block < self.num_blocks:
+                raise IndexError(f"block {block} is outside the pool of {self.num_blocks} blocks; nothing was copied")
+        destinations = [destination for _, destination in pairs]
+        if len(set(destinations)) < len(destinations):
+            twice = next(block for block in destinations if destinations.count(block) > 1)
+            raise ValueError(f"block {twice} is the destination of more than one copy; nothing was copied")
 
     @torch.no_grad()
     def gather(self, block_table: Sequence[int] | Tensor, seq_len: int) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,9 @@ class AttentionBatch:
     seq_lens: Tensor  # int32 [B]
     query_start_loc: Tensor  # int32 [B + 1]
     max_query_len: int
-    max_seq_len: int
+    max_seq_len: int  # at least the largest of seq_lens
+    num_decode_rows: int = 0
+    """So many leading rows have exactly one query. A hint: 0 where the caller does not know."""
 
 
 @dataclass(slots=True)
@@ -85,6 +87,9 @@ class Backend(ABC):
     """True if a row's result is bit-identical whatever its batch mates, chunking and placement."""
     copies_weights: bool = False
     """True if `pack_linear` keeps nothing of its arguments: they may be views of a file, or buffers that are reused."""
+    capturable: bool = False
+    """True if `plan` looks at the numbers of a batch only, never at its tensors, and kernels read lengths and tables
+    where they run: such a step can be captured into a CUDA graph, with `max_seq_len` an upper bound."""
     row_padding_bytes: int = 0
     """Added to rows of activation buffers whose stride would be a multiple of 4096 bytes, if that slows the kernels."""
 

@@ -199,6 +199,7 @@ def _checked(
         query_start_loc=query_start_loc,
         max_query_len=max(counts, default=0),
         max_seq_len=max(lengths, default=0),
+        num_decode_rows=next((row for row, count in enumerate(counts) if count != 1), len(counts)),
     )
     return cache, batch
 

@@ -260,7 +260,7 @@ def _write_figures(arrived: Tensor, stray: bool) -> ErrorFigures:
 
 def _masked(values: Tensor, rows: Tensor) -> Tensor:
     """Rows outside the mask set to zero, so that they count as equal and token numbers stay."""
-    return torch.where(rows[:, None], values, 0.0)
+    return torch.where(rows.to(values.device)[:, None], values, 0.0)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,104 @@
+"""Drawing where the logits live, on CPU tensors: the rules of test_draw.py, and the sampler's way for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from test_draw import cases, drawn, params, reference
+from text_rig import sequence
+
+from minipaged.engine import draw as draw_module
+from minipaged.engine import sampler as sampler_module
+from minipaged.engine.device_draw import draw_on_device
+from minipaged.engine.sampler import Sampler
+from minipaged.engine.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a second thread that waits for a busy processor costs more than it gives
+    yield
+    torch.set_num_threads(threads)
+
+
+def drawn_there(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:
+    rows = logits.expand(len(uniform), -1).contiguous()
+    tokens = draw_on_device(rows, [p] * len(uniform), uniform)
+    assert tokens.dtype == torch.int64
+    return tokens.numpy()
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_draws_follow_the_exact_inverse_cdf_c34_c51(case: tuple[torch.Tensor, SamplingParams]) -> None:
+    logits, p = case
+    want, slack = reference(logits, p)
+    uniform = np.concatenate([np.linspace(0, 1, 40, endpoint=False), [1 - 2.0**-53]])
+    sums = np.cumsum(want)
+    for u, token in zip(uniform, drawn_there(logits, p, uniform), strict=True):
+        below = sums[token - 1] if token else 0.0
+        assert below - slack <= u <= sums[token] + slack
+        assert want[token] > 0 or slack > 1e-4 or p.top_p > 0.999
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 20, "top_p": 0.95}, {"top_k": 5000, "min_p": 0.01}, {"top_p": 0.9}])
+@pytest.mark.parametrize("shape", ["flat", "peaked", "equal", "bf16"])
+def test_full_vocabulary_agrees_with_the_host(fields: dict[str, float], shape: str) -> None:
+    """The same uniform numbers give the same tokens; ties at the border of top-k go to the lowest ids."""
+    torch.manual_seed(0)
+    logits = torch.randn(151_936) * {"flat": 0.05, "peaked": 4.0, "equal": 0.0, "bf16": 3.0}[shape]
+    if shape == "bf16":
+        logits = logits.bfloat16().float()
+    p = params(temperature=0.6, **fields)
+    uniform = (np.arange(20) + 0.37) / 20
+    here, there = drawn(logits, p, uniform), drawn_there(logits, p, uniform)
+    want, slack = reference(logits, p)
+    sums = np.cumsum(want)
+    same = here == there
+    assert same.mean() > 0.5
+    assert np.all(np.abs(sums[here] - sums[there])[~same] <= 2 * slack + want[here][~same])
+    assert np.all(want[there] > 0)
+
+
+def test_rows_of_different_parameters_are_independent() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(5, 700) * 3
+    rows = [
+        params(),
+        params(top_k=7),
+        params(top_p=0.5, temperature=0.4),
+        params(min_p=0.2),
+        params(top_k=50, top_p=0.8),
+    ]
+    uniform = np.array([0.1, 0.9, 0.5, 0.77, 0.33])
+    together = draw_on_device(logits, rows, uniform).tolist()
+    for row, p in enumerate(rows):
+        one = slice(row, row + 1)
+        assert draw_on_device(logits[one], [p], uniform[one]).tolist() == [together[row]]
+
+
+def test_the_sampler_for_a_gpu_gives_what_the_one_for_the_cpu_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, drawn, edited and broken rows in one batch; logits that hold NaN or inf fail their own row only."""
+    torch.manual_seed(2)
+    logits = torch.randn(7, 320) * 3
+    logits[2, 5] = torch.nan
+    logits[4, 9] = torch.inf
+    fields: list[dict[str, object]] = [
+        {"temperature": 0.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}, {"temperature": 1.0},
+        {"temperature": 1.0, "logit_bias": {3: 100.0}}, {"temperature": 0.8}, {"temperature": 1.2, "logprobs": 2},
+        {"temperature": 0.0, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    sequences = [sequence(prompt=(1, 2, 3 + n), **{"seed": n, **f}) for n, f in enumerate(fields)]
+    wanted = Sampler(320).sample(logits, sequences)
+    monkeypatch.setattr(sampler_module, "on_host", lambda tensor: False)
+    monkeypatch.setattr(draw_module, "on_host", lambda tensor: False)
+    got = Sampler(320).sample(logits, sequences)
+    assert [s.token_id for s in got] == [s.token_id for s in wanted]
+    assert [s.error is None for s in got] == [n not in (2, 4) for n in range(7)]
+    assert got[5].logprobs == wanted[5].logprobs
+    assert got[3].token_id == 3
