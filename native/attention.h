@@ -11,7 +11,7 @@
 // Online softmax: Milakov and Gimelshein 2018; splits over keys: Flash-Decoding (Dao et al. 2023).
 #pragma once
 #include "api.h"
-#include "tile.h"
+#include "few_rows.h"
 
 namespace MP_ISA {
 
@@ -34,9 +34,10 @@ struct TileRows {
     bool bad_block;
 };
 
-// Fetches the next tile into L2 while this one is packed, a few lines per step: this is worth a factor of two. Measured
-// on Zen 4: no hardware prefetcher follows 4 KiB pieces; requests faster than memory answers are dropped; requests from
-// inside the products come out slower than from the packing loops.
+// Fetches the next tile into L2 while this one is read, a few lines per step: this is worth a factor of two. Measured
+// on Zen 4: no hardware prefetcher follows 4 KiB pieces, nor fetches the neighbour of a line; requests faster than memory
+// answers are dropped, so one line at a time is best; in prefill, requests from inside the products come out slower than
+// from the packing loops.
 struct RowsAhead {
     const char* const* row;
     const char* const* end;
@@ -113,16 +114,16 @@ struct Attention {
     };
 
     // One tile for up to 12 rows whose states start at `s`. visible[r] = keys of this tile that row r sees, at least 1.
-    void attend(const char* q, const uint32_t* keys, const uint32_t* values, int rows, const int* visible, State s) const {
+    // The products are handed in: dots(scores, most) and sums(p, scale, most), most = the largest visible[r].
+    template <class Dots, class Sums>
+    void attend(int rows, const int* visible, State s, Dots dots, Sums sums) const {
         alignas(64) float scores[MAX_ROWS * TILE];
         alignas(64) T p[MAX_ROWS * TILE];
         alignas(64) float m[LANES], c[LANES], top[LANES];
         int most = 1;
         for (int r = 0; r < rows; r++) most = max_of(most, visible[r]);
 
-        Product dots = {q, words * 4, keys, TILE, words, scores, TILE, SET, nullptr};
-        product_columns<T>(rows, round_up(most, LANES), dots);
-
+        dots(scores, most);
         for (int i = 0; i < LANES; i++) m[i] = top[i] = EMPTY;
         for (int r = 0; r < rows; r++) {
             const float* x = scores + r * TILE;
@@ -155,8 +156,32 @@ struct Attention {
             store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
         }
 
-        Product sums = {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>), s.o, columns, sizeof(T) == 4 ? ADD : START, c};
-        product_columns<T>(rows, columns, sums);
+        sums(p, c, most);
+    }
+
+    void attend_packed(const char* q, const uint32_t* keys, const uint32_t* values, int rows, const int* visible, State s) const {
+        attend(rows, visible, s,
+            [&](float* scores, int most) {
+                product_columns<T>(rows, round_up(most, LANES), {q, words * 4, keys, TILE, words, scores, TILE, SET, nullptr});
+            },
+            [&](const T* p, const float* scale, int most) {
+                product_columns<T>(rows, columns, {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>),
+                                                   s.o, columns, sizeof(T) == 4 ? ADD : START, scale});
+            });
+    }
+
+    // The same for the rows of one query token, without packing: see few_rows.h.
+    bool few(int64_t rows) const { return sizeof(T) == 2 && rows == group && rows <= FEW_ROWS && dim % 64 == 0; }
+    void attend_few(const char* q, const TileRows& tile, int rows, const int* visible, State s, RowsAhead& ahead) const {
+        attend(rows, visible, s,
+            [&](float* scores, int most) {
+                with_few(rows, [&](auto r) { few_dots<r.value>(q, tile.row, words, most, scores, TILE, ahead); });
+            },
+            [&](const T* p, const float* scale, int most) {
+                with_few(rows, [&](auto r) {
+                    few_sums<r.value>((const bf16*)p, TILE, tile.row + TILE, most, scale, s.o, columns, ahead);
+                });
+            });
     }
 
     // total = total + (m, l, o): what the splits before have found, and one more split.
@@ -249,15 +274,21 @@ struct Attention {
         // Rows are in order of position, so those that see nothing of this tile come first.
         const int64_t start = w.tile * TILE;
         const int64_t blind = max_of<int64_t>(0, start - first_position) * group;
-        for (int k = 0; k < TILE; k += LANES)
-            transpose_rows(w.rows.row + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
-        pack_values(w.rows.row + TILE, b.values, ahead);
-        const int64_t block = rows > blind ? block_rows(rows - blind) : 1;
-        for (int64_t r = blind; r < rows; r += block) {
-            const int n = (int)min_of(block, rows - r);
-            int visible[MAX_ROWS];
-            for (int i = 0; i < n; i++) visible[i] = (int)min_of<int64_t>(TILE, first_position + (r + i) / group + 1 - start);
-            attend(q + r * words * 4, b.keys, b.values, n, visible, {state.m + r, state.l + r * LANES, state.o + r * columns});
+        const auto visible_to = [&](int64_t r) { return (int)min_of<int64_t>(TILE, first_position + r / group + 1 - start); };
+        int visible[MAX_ROWS];
+        if (few(rows)) {
+            for (int i = 0; i < rows; i++) visible[i] = visible_to(i);
+            attend_few(q, w.rows, (int)rows, visible, state, ahead);
+        } else {
+            for (int k = 0; k < TILE; k += LANES)
+                transpose_rows(w.rows.row + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
+            pack_values(w.rows.row + TILE, b.values, ahead);
+            const int64_t block = rows > blind ? block_rows(rows - blind) : 1;
+            for (int64_t r = blind; r < rows; r += block) {
+                const int n = (int)min_of(block, rows - r);
+                for (int i = 0; i < n; i++) visible[i] = visible_to(r + i);
+                attend_packed(q + r * words * 4, b.keys, b.values, n, visible, {state.m + r, state.l + r * LANES, state.o + r * columns});
+            }
         }
         ahead.lines(2 * TILE * ceil_div(ahead.row_bytes, 64));
 

@@ -107,7 +107,9 @@ int linear(const mp_linear* a) {
     // A task is some panels for all rows. Where the rows do not fit into L2 (1 MiB on current servers), several panels
     // let each block of rows be used again while it is in L1. Small tasks keep the threads level.
     const int64_t all_panels = panels(w);
-    int64_t group = rows * x_stride > 256 * 1024 && blocks > 1 ? 256 * 1024 / panel_bytes : 1;
+    // Two gated panels share the cache lines that they write: two threads would wait for each other.
+    int64_t group = w.gated ? 2 : 1;
+    if (rows * x_stride > 256 * 1024 && blocks > 1) group = max_of(group, 256 * 1024 / panel_bytes / group * group);
     group = max_of<int64_t>(1, min_of(group, all_panels / (4 * a->threads)));
     int64_t next = 0;
 
@@ -137,7 +139,8 @@ int linear(const mp_linear* a) {
                     const Product job = {x + first * x_stride, x_stride, tile, PANEL, words, sums, PANEL, SET, nullptr};
                     if (rows >= 3) {
                         const char* here = (const char*)tile;
-                        const char* soon = following < all_panels ? (const char*)w.data + following * panel_bytes : here;
+                        const int64_t then = blocks == 1 && p + 1 < end ? p + 1 : following;
+                        const char* soon = then < all_panels ? (const char*)w.data + then * panel_bytes : here;
                         TileAhead ahead = {here + FETCH_DISTANCE, here + panel_bytes, soon, 64};
                         if (blocks > 1)  // each call brings its share of the next task
                             ahead = {soon + (b * group + p - task) * panel_bytes / blocks, nullptr, nullptr, ceil_div(64, blocks)};

@@ -140,6 +140,12 @@ inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {
     }
 }
 
+inline u32x16 pairs_of(const bf16* a, const bf16* b) {  // lane i: the pair (a[i], b[i])
+    __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
+    __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
+    return (u32x16)_mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+}
+
 #else
 // ------------------------------------------------------------------------------- several smaller registers per value
 #if defined(__AVX2__)
@@ -233,6 +239,7 @@ inline void transpose_16x4(const char* const* rows, int64_t offset, uint32_t* ou
 inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {
     for (int64_t i = 0; i < n; i++) out[i] = a[i].bits | uint32_t(b[i].bits) << 16;
 }
+inline u32x16 pairs_of(const bf16* a, const bf16* b) { uint32_t t[LANES]; interleave(a, b, LANES, t); return load_words(t); }
 #endif
 
 // ------------------------------------------------------------------------------------------ the same on every machine
