@@ -91,7 +91,9 @@ def test_c20_a_needed_block_outside_the_pool_is_an_error(backend: NativeBackend)
 LENGTHS = [700, 130, 64, 1]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 3, 16), (10, 2, 40), (1, 1, 64), (3, 1, 64), (4, 1, 192)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 3, 16), (10, 2, 40), (1, 1, 64), (3, 1, 64), (4, 1, 192)]
+)
 def test_same_bits_for_any_chunks_batches_blocks_and_threads(
     any_isa: NativeBackend, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
 ) -> None:
