@@ -6,8 +6,9 @@ first access; none of the names here needs torch, except `AsyncLLM` once it load
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from minipaged.engine.async_llm import AsyncLLM, EngineDeadError
@@ -62,14 +63,4 @@ __all__ = [
     "StepResult",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access no longer comes here
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = lazy_exports(__name__, _HOME)

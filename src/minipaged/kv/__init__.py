@@ -6,8 +6,9 @@ asked for.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from minipaged._lazy import lazy_exports
 from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv import address
 from minipaged.kv.block_manager import KVBlockManager, SequenceState
@@ -34,15 +35,4 @@ __all__ = [
     "address",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name != "PagedKVCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from minipaged.kv.paged_cache import PagedKVCache
-
-    globals()[name] = PagedKVCache
-    return PagedKVCache
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+__getattr__, __dir__ = lazy_exports(__name__, {"PagedKVCache": "minipaged.kv.paged_cache"})
