@@ -73,7 +73,8 @@ def write_byte_tokenizer(folder: Path) -> None:
 class ScriptedRunner:
     """Writes what the test says, one token per step, and stops where the test wants.
 
-    script(sequence) -> token id. `gate` closed: the step waits in the middle of it. `errors`: raised by the next steps.
+    script(sequence) -> token id. `gate` closed: the step waits in the middle of it; it closes by itself in step
+    `close_at`. `errors`: raised by the next steps.
     """
 
     def __init__(self) -> None:
@@ -83,6 +84,7 @@ class ScriptedRunner:
     def reset(self) -> None:
         self.script: Callable[[Any], int] = lambda sequence: ord("a") + sequence.num_generated % 26
         self.steps = 0
+        self.close_at: int | None = None
         self.in_step = threading.Event()
         self.errors: list[BaseException] = []
         self.delay = 0.0
@@ -99,6 +101,8 @@ class ScriptedRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         self.steps += 1
         self.plans.append([(row.start, row.num_tokens) for row in plan.rows])
+        if self.steps == self.close_at:
+            self.gate.clear()
         self.in_step.set()
         if not self.gate.wait(WAIT):
             raise RuntimeError("the test has forgotten this step")
