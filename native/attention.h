@@ -15,10 +15,9 @@
 
 namespace MP_ISA {
 
-constexpr int TILE = 64, SPLIT = 512, TILES_PER_SPLIT = SPLIT / TILE;
+constexpr int SPLIT = 512, TILES_PER_SPLIT = SPLIT / TILE;
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int PREFILL_ROWS = 192;  // query rows (tokens x heads of a group) that share one pass over the keys
-constexpr float EMPTY = -1e30f;    // m of a state that has seen no key
 
 // A unit of work: some queries of one sequence, some kv heads, some splits.
 struct Unit {
@@ -27,31 +26,21 @@ struct Unit {
     int64_t partial;  // index of its first partial state, or -1: has all splits and writes the result itself
 };
 
-// Where the 64 keys and values of one (tile, kv head) lie; keys that do not exist point to zeros (0 * NaN is NaN).
-struct TileRows {
-    const char* row[2 * TILE];  // keys, then values
-    int count;
-    bool bad_block;
-};
-
-// Fetches the next tile into L2 while this one is read, a few lines per step: this is worth a factor of two. Measured
-// on Zen 4: no hardware prefetcher follows 4 KiB pieces, nor fetches the neighbour of a line; requests faster than memory
-// answers are dropped, so one line at a time is best; in prefill, requests from inside the products come out slower than
-// from the packing loops.
+// Fetches the next tile into L2 while this one is packed, one line at a time. In prefill, requests from inside the products
+// come out slower than from the packing loops.
 struct RowsAhead {
-    const char* const* row;
-    const char* const* end;
-    int64_t row_bytes, offset;
+    const TileRows* rows;
+    int64_t bytes, left, offset = 0, index = 0;  // lines still to be fetched; index: of a row, keys and then values
+    RowsAhead(const TileRows* next, int64_t row_bytes) : rows(next), bytes(row_bytes), left(next ? 2 * TILE * ceil_div(row_bytes, 64) : 0) {}
     void lines(int64_t n) {
-        for (; n > 0 && row != end; n--) {
-            prefetch_l2(*row + offset);
+        for (n = min_of(n, left), left -= n; n > 0; n--) {
+            prefetch_l2((index < TILE ? rows->key[index] : rows->value[index - TILE]) + offset);
             offset += 64;
-            if (offset >= row_bytes) offset = 0, row++;
+            if (offset >= bytes) offset = 0, index++;
         }
     }
+    void rest() { lines(left); }
 };
-
-alignas(64) static const char zero_row[MAX_HEAD_DIM * 4] = {};
 
 template <class T>
 struct Attention {
@@ -86,12 +75,12 @@ struct Attention {
             if (bad) block = 0;
             const T* k = (const T*)cache->key + block * cache->key_strides[0] + head * cache->key_strides[1];
             const T* v = (const T*)cache->value + block * cache->value_strides[0] + head * cache->value_strides[1];
-            for (; offset < bs && i < rows->count; offset++, i++) {
-                rows->row[i] = bad ? zero_row : (const char*)(k + offset * cache->key_strides[2]);
-                rows->row[TILE + i] = bad ? zero_row : (const char*)(v + offset * cache->value_strides[2]);
-            }
+            const int n = (int)min_of<int64_t>(bs - offset, rows->count - i);
+            for (int j = 0; j < n; j++) rows->key[i + j] = (const char*)(k + (offset + j) * cache->key_strides[2]);
+            for (int j = 0; j < n; j++) rows->value[i + j] = (const char*)(v + (offset + j) * cache->value_strides[2]);
+            i += n;
         }
-        for (int i = rows->count; i < TILE; i++) rows->row[i] = rows->row[TILE + i] = zero_row;
+        for (int i = rows->count; i < TILE; i++) rows->key[i] = rows->key[rows->count - 1], rows->value[i] = zero_row;
     }
 
     // V as a tile [words of 64 keys][columns]: bf16 rows of two neighbouring keys are interleaved.
@@ -103,85 +92,22 @@ struct Attention {
         }
     }
 
-    // The running state of `rows` query rows, o aside: o is [rows][columns] next to it.
-    struct State {
-        float *m, *l, *o;  // [rows], [rows][16], [rows][columns]
-        void clear(int64_t rows, int64_t columns) {
-            for (int64_t r = 0; r < rows; r++) m[r] = EMPTY;
-            memset(l, 0, rows * LANES * 4);
-            memset(o, 0, rows * columns * 4);
-        }
-    };
-
-    // One tile for up to 12 rows whose states start at `s`. visible[r] = keys of this tile that row r sees, at least 1.
-    // The products are handed in: dots(scores, most) and sums(p, scale, most), most = the largest visible[r].
-    template <class Dots, class Sums>
-    void attend(int rows, const int* visible, State s, Dots dots, Sums sums) const {
+    // One packed tile for up to 12 rows whose states start at `s`.
+    void attend(const char* q, const uint32_t* keys, const uint32_t* values, int rows, const int* visible, State s) const {
         alignas(64) float scores[MAX_ROWS * TILE];
         alignas(64) T p[MAX_ROWS * TILE];
-        alignas(64) float m[LANES], c[LANES], top[LANES];
+        alignas(64) float c[LANES];
         int most = 1;
         for (int r = 0; r < rows; r++) most = max_of(most, visible[r]);
-
-        dots(scores, most);
-        for (int i = 0; i < LANES; i++) m[i] = top[i] = EMPTY;
-        for (int r = 0; r < rows; r++) {
-            const float* x = scores + r * TILE;
-            f32x16 high = splat(EMPTY);
-            for (int i = 0; i < visible[r]; i += LANES) {
-                f32x16 v = load(x + i);
-                high = max(high, visible[r] - i < LANES ? first_or(v, visible[r] - i, splat(EMPTY)) : v);
-            }
-            top[r] = highest(high);
-            m[r] = s.m[r];
-        }
-        const f32x16 before = load(m), now = max(before, load(top) * splat(log2_scale));
-        store(c, exp2(before - now));
-        store(m, now);
-
-        for (int r = 0; r < rows; r++) {
-            const float* x = scores + r * TILE;
-            f32x16 e[TILE / LANES];
-            for (int v = 0; v < TILE / LANES; v++) {
-                const int n = visible[r] - LANES * v;
-                if (n <= 0) {
-                    e[v] = splat(0.0f);
-                } else {
-                    e[v] = exp2(fma(load(x + LANES * v), splat(log2_scale), splat(-m[r])));
-                    if (n < LANES) e[v] = first_or(e[v], n, splat(0.0f));
-                }
-                store(p + r * TILE + LANES * v, e[v]);
-            }
-            s.m[r] = m[r];
-            store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
-        }
-
-        sums(p, c, most);
+        product_columns<T>(rows, round_up(most, LANES), {q, words * 4, keys, TILE, 2 * LANES, words, scores, TILE, SET, nullptr});
+        soften(scores, rows, visible, log2_scale, s, p, c);
+        product_columns<T>(rows, columns, {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, 2 * LANES, ceil_div(most, WORD<T>),
+                                           s.o, columns, sizeof(T) == 4 ? ADD : START, c});
     }
 
-    void attend_packed(const char* q, const uint32_t* keys, const uint32_t* values, int rows, const int* visible, State s) const {
-        attend(rows, visible, s,
-            [&](float* scores, int most) {
-                product_columns<T>(rows, round_up(most, LANES), {q, words * 4, keys, TILE, words, scores, TILE, SET, nullptr});
-            },
-            [&](const T* p, const float* scale, int most) {
-                product_columns<T>(rows, columns, {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, ceil_div(most, WORD<T>),
-                                                   s.o, columns, sizeof(T) == 4 ? ADD : START, scale});
-            });
-    }
-
-    // The same for the rows of one query token, without packing: see few_rows.h.
-    bool few(int64_t rows) const { return sizeof(T) == 2 && rows == group && rows <= FEW_ROWS && dim % 64 == 0; }
-    void attend_few(const char* q, const TileRows& tile, int rows, const int* visible, State s, RowsAhead& ahead) const {
-        attend(rows, visible, s,
-            [&](float* scores, int most) {
-                with_few(rows, [&](auto r) { few_dots<r.value>(q, tile.row, words, most, scores, TILE, ahead); });
-            },
-            [&](const T* p, const float* scale, int most) {
-                with_few(rows, [&](auto r) {
-                    few_sums<r.value>((const bf16*)p, TILE, tile.row + TILE, most, scale, s.o, columns, ahead);
-                });
-            });
+    // Whether the rows of one query token go without packing: see few_rows.h.
+    bool few(const Unit& u) const {
+        return FEW_ROWS > 0 && sizeof(T) == 2 && u.last_query - u.first_query == 1 && group <= FEW_ROWS && dim % 64 == 0;
     }
 
     // total = total + (m, l, o): what the splits before have found, and one more split.
@@ -206,9 +132,10 @@ struct Attention {
     struct Buffers {
         uint32_t *keys, *values;
         char* q;
-        float *m, *l, *o, *total_m, *total_l, *total_o;
+        float *m, *l, *o, *total_m, *total_l, *total_o, *scores, *scale;
+        bf16* p;
     };
-    size_t buffer_bytes(int64_t rows) const { return 4 * (TILE * words + TILE * columns + rows * (words + 2 * columns + LANES + 3) + 9 * 16); }
+    size_t buffer_bytes(int64_t rows) const { return 4 * (TILE * words + TILE * columns + rows * (words + 2 * columns + LANES + 4 + TILE + TILE / 2) + 13 * 16); }
     Buffers buffers(char* memory, int64_t rows) const {
         Buffers b;
         auto take = [&](int64_t n) { char* p = memory; memory += round_up(4 * n, 64); return p; };
@@ -221,10 +148,14 @@ struct Attention {
         b.total_m = (float*)take(rows);
         b.total_l = (float*)take(rows);
         b.total_o = (float*)take(rows * columns);
+        b.scores = (float*)take(rows * TILE);
+        b.scale = (float*)take(round_up(rows, LANES));
+        b.p = (bf16*)take(rows * TILE / 2);
         return b;
     }
 
-    // Walks the (tile, head) pairs of one unit after the other: the order in which the cache is read.
+    // Walks the (tile, head) pairs of one unit after the other: the order in which the cache is read. Few rows take all heads
+    // of a unit in one step.
     struct Walk {
         const Unit* unit;
         int64_t tile, head, end;  // end: first tile that no query of the unit sees
@@ -243,26 +174,28 @@ struct Attention {
     }
     bool advance(const Walk& from, Walk* to, const Unit* units, int64_t count, int64_t* next) const {
         to->unit = from.unit, to->tile = from.tile, to->head = from.head + 1, to->end = from.end;
-        if (to->head == to->unit->last_head) to->head = to->unit->first_head, to->tile++;
+        if (few(*from.unit) || to->head == to->unit->last_head) to->head = to->unit->first_head, to->tile++;
         if (to->tile == to->end) return enter(to, units, count, next);
         locate(*to->unit, to->tile, to->head, &to->rows);
         return true;
     }
 
-    // One (tile, head) of a unit, and whatever starts or ends with it.
-    void visit(const Walk& w, const Buffers& b, RowsAhead& ahead, float* partials) const {
+    // One step of the walk, and whatever starts or ends with it.
+    void visit(const Walk& w, const Walk* following, const Buffers& b, float* partials) const {
         const Unit& u = *w.unit;
-        const int64_t tokens = u.last_query - u.first_query, rows = tokens * group;
-        const int64_t base = (w.head - u.first_head) * rows;  // this head's rows within the buffers
+        const int64_t tokens = u.last_query - u.first_query, per_head = tokens * group;
+        const int64_t rows = few(u) ? (u.last_head - u.first_head) * group : per_head;  // of this step
+        const int64_t base = (w.head - u.first_head) * per_head;                        // where they begin in the buffers
         const int64_t first_position = history(u.sequence) + u.first_query;
         const int64_t first_token = batch->query_start_loc[u.sequence] + u.first_query;
-        State state = {b.m + base, b.l + base * LANES, b.o + base * columns};
+        State state = State{b.m, b.l, b.o}.from(base, columns);
         char* q = b.q + base * words * 4;
+        const auto token_of = [&](int64_t r) { return first_token + r % per_head / group; };
+        const auto head_of = [&](int64_t r) { return (w.head + r / per_head) * group + r % group; };
 
         if (w.tile == (int64_t)u.first_split * TILES_PER_SPLIT) {  // first tile of the unit
             for (int64_t r = 0; r < rows; r++) {
-                const T* from = (const T*)a->query + (first_token + r / group) * a->query_stride +
-                                (w.head * group + r % group) * a->query_head_stride;
+                const T* from = (const T*)a->query + token_of(r) * a->query_stride + head_of(r) * a->query_head_stride;
                 memcpy(q + r * words * 4, from, dim * sizeof(T));
                 b.total_m[base + r] = EMPTY;
                 b.total_l[base + r] = 0;
@@ -271,26 +204,26 @@ struct Attention {
         }
         if (w.tile % TILES_PER_SPLIT == 0) state.clear(rows, columns);
 
-        // Rows are in order of position, so those that see nothing of this tile come first.
-        const int64_t start = w.tile * TILE;
-        const int64_t blind = max_of<int64_t>(0, start - first_position) * group;
-        const auto visible_to = [&](int64_t r) { return (int)min_of<int64_t>(TILE, first_position + r / group + 1 - start); };
-        int visible[MAX_ROWS];
-        if (few(rows)) {
-            for (int i = 0; i < rows; i++) visible[i] = visible_to(i);
-            attend_few(q, w.rows, (int)rows, visible, state, ahead);
+        if (FEW_ROWS > 0 && few(u)) {
+            const int64_t bytes = sizeof(T), bs = cache->block_size;
+            few_tile({&w.rows, following ? &following->rows : nullptr, u.last_head - u.first_head, cache->key_strides[1] * bytes,
+                      cache->value_strides[1] * bytes, dim, bs >= 64 ? 64 : bs >= 32 ? 32 : 16, log2_scale, q, state, b.scores, b.p, b.scale}, group);
         } else {
+            RowsAhead ahead(following ? &following->rows : nullptr, dim * (int64_t)sizeof(T));
             for (int k = 0; k < TILE; k += LANES)
-                transpose_rows(w.rows.row + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
-            pack_values(w.rows.row + TILE, b.values, ahead);
+                transpose_rows(w.rows.key + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
+            pack_values(w.rows.value, b.values, ahead);
+            ahead.rest();
+            // Rows are in order of position, so those that see nothing of this tile come first.
+            const int64_t start = w.tile * TILE, blind = max_of<int64_t>(0, start - first_position) * group;
             const int64_t block = rows > blind ? block_rows(rows - blind) : 1;
             for (int64_t r = blind; r < rows; r += block) {
                 const int n = (int)min_of(block, rows - r);
-                for (int i = 0; i < n; i++) visible[i] = visible_to(r + i);
-                attend_packed(q + r * words * 4, b.keys, b.values, n, visible, {state.m + r, state.l + r * LANES, state.o + r * columns});
+                int visible[MAX_ROWS];
+                for (int i = 0; i < n; i++) visible[i] = (int)min_of<int64_t>(TILE, first_position + (r + i) / group + 1 - start);
+                attend(q + r * words * 4, b.keys, b.values, n, visible, state.from(r, columns));
             }
         }
-        ahead.lines(2 * TILE * ceil_div(ahead.row_bytes, 64));
 
         const bool unit_ends = w.tile + 1 == w.end;
         if (!unit_ends && (w.tile + 1) % TILES_PER_SPLIT != 0) return;
@@ -298,7 +231,7 @@ struct Attention {
             const float l = sum(load(state.l + r * LANES));
             const float* o = state.o + r * columns;
             if (u.partial >= 0) {  // a decode unit of one split: [query head][split]
-                float* to = partials + (u.partial + (w.head * group + r) * ceil_div(batch->seq_lens[u.sequence], SPLIT)) * partial_floats();
+                float* to = partials + (u.partial + head_of(r) * ceil_div(batch->seq_lens[u.sequence], SPLIT)) * partial_floats();
                 to[0] = state.m[r];
                 to[1] = l;
                 memcpy(to + 2, o, columns * 4);
@@ -306,7 +239,7 @@ struct Attention {
             }
             float* total_o = b.total_o + (base + r) * columns;
             merge(b.total_m + base + r, b.total_l + base + r, total_o, state.m[r], l, o);
-            if (unit_ends) write(b.total_l[base + r], total_o, output(first_token + r / group, w.head * group + r % group));
+            if (unit_ends) write(b.total_l[base + r], total_o, output(token_of(r), head_of(r)));
         }
     }
 
@@ -371,10 +304,8 @@ struct Attention {
             bool more = enter(&walks[0], units, count, &next);
             while (more) {
                 more = advance(walks[now], &walks[1 - now], units, count, &next);
-                const char* const* rows = walks[1 - now].rows.row;
-                RowsAhead ahead = {rows, more ? rows + 2 * TILE : rows, dim * (int64_t)sizeof(T), 0};
                 if (walks[now].rows.bad_block) __atomic_store_n(&bad, 1, __ATOMIC_RELAXED);
-                visit(walks[now], b, ahead, partials);
+                visit(walks[now], more ? &walks[1 - now] : nullptr, b, partials);
                 now = 1 - now;
             }
 #pragma omp barrier

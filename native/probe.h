@@ -37,7 +37,7 @@ int peak_probe(const mp_probe* a) {
         asm volatile("" : "+r"(rows));  // unknown to the compiler: it would drop sums that nobody reads
         NothingAhead nothing;
         for (int64_t i = 0; i < a->amount; i += 64)
-            product_rows<T, 2>(rows, {(const char*)x, 256, tile, PANEL, 64, out, PANEL, SET, nullptr}, nothing);
+            product_rows<T, 2>(rows, {(const char*)x, 256, tile, PANEL, PANEL, 64, out, PANEL, SET, nullptr}, nothing);
         if (omp_get_thread_num() == 0) *(volatile float*)a->result = out[0];
     }
     return MP_OK;

@@ -62,6 +62,9 @@ struct FlushDenormals {
 // ---------------------------------------------------------------------------------------------------- one register
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+struct FourWords {
+    u32x16 word[4];
+};
 constexpr int REGISTER_ROWS = 12, REGISTER_VECTORS = 2;  // 24 accumulators + operands in 32 registers
 
 inline f32x16 splat(float x) { return _mm512_set1_ps(x); }
@@ -114,7 +117,7 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
 }
 
 // Four words of each of 16 rows -> four vectors, lane i from row i.
-inline void transpose_16x4(const char* const* rows, int64_t offset, uint32_t* out, int64_t stride) {
+inline FourWords transpose_16x4(const char* const* rows, int64_t offset) {
     __m512i r[4];
     for (int i = 0; i < 4; i++) {  // lane group g of r[i] = row i + 4 g
         r[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i*)(rows[i] + offset)));
@@ -124,10 +127,9 @@ inline void transpose_16x4(const char* const* rows, int64_t offset, uint32_t* ou
     }
     __m512i a = _mm512_unpacklo_epi32(r[0], r[1]), b = _mm512_unpackhi_epi32(r[0], r[1]);
     __m512i c = _mm512_unpacklo_epi32(r[2], r[3]), d = _mm512_unpackhi_epi32(r[2], r[3]);
-    __m512i t[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d),
-                    _mm512_unpackhi_epi64(b, d)};
-    // Lane 4 g + i now holds row i + 4 g: already in row order.
-    for (int w = 0; w < 4; w++) _mm512_storeu_si512(out + w * stride, t[w]);
+    // Lane 4 g + i of each now holds row i + 4 g: already in row order.
+    return {{(u32x16)_mm512_unpacklo_epi64(a, c), (u32x16)_mm512_unpackhi_epi64(a, c), (u32x16)_mm512_unpacklo_epi64(b, d),
+             (u32x16)_mm512_unpackhi_epi64(b, d)}};
 }
 
 // out[i] = the pair (a[i], b[i]); n is a multiple of 8. Short loads on purpose: with whole cache lines (512-bit loads and
@@ -163,6 +165,9 @@ struct f32x16 {
 };
 struct u32x16 {
     upart p[PARTS];
+};
+struct FourWords {
+    u32x16 word[4];
 };
 #define MP_EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < PARTS; i++)
 
@@ -232,9 +237,11 @@ inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
     }
     return acc;
 }
-inline void transpose_16x4(const char* const* rows, int64_t offset, uint32_t* out, int64_t stride) {
-    for (int i = 0; i < 16; i++)
-        for (int w = 0; w < 4; w++) out[w * stride + i] = load_word(rows[i] + offset + 4 * w);
+inline FourWords transpose_16x4(const char* const* rows, int64_t offset) {
+    uint32_t t[4][LANES];
+    for (int i = 0; i < LANES; i++)
+        for (int w = 0; w < 4; w++) t[w][i] = load_word(rows[i] + offset + 4 * w);
+    return {{load_words(t[0]), load_words(t[1]), load_words(t[2]), load_words(t[3])}};
 }
 inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {
     for (int64_t i = 0; i < n; i++) out[i] = a[i].bits | uint32_t(b[i].bits) << 16;

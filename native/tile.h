@@ -13,7 +13,7 @@ constexpr int WORD = 4 / sizeof(T);  // elements per word
 
 constexpr int PANEL = 32;      // columns of a packed weight that lie side by side
 constexpr int MAX_ROWS = 12;   // rows that one call of `product` takes
-constexpr int MAX_VECTORS = 4; // vectors of 16 columns that it takes
+constexpr int MAX_VECTORS = 8; // vectors of 16 columns that it takes
 
 template <class T>
 inline f32x16 multiply_add(f32x16 acc, uint32_t x, u32x16 w);
@@ -32,6 +32,7 @@ struct Product {
     int64_t x_stride;      // bytes
     const uint32_t* tile;
     int64_t tile_stride;   // words from k to k + 1
+    int64_t pair_stride;   // words from two vectors of columns to the next two
     int64_t steps;         // words
     float* out;
     int64_t out_stride;    // floats
@@ -39,7 +40,10 @@ struct Product {
     const float* scale;
 };
 
-// What to fetch into the cache meanwhile: `step` runs once per word of the sum.
+// Where vector v of a word begins.
+inline int64_t vector_at(const Product& a, int v) { return v / 2 * a.pair_stride + v % 2 * LANES; }
+
+// What to fetch into the cache meanwhile: `step` runs once per word of the sum and two vectors.
 struct NothingAhead {
     void step() {}
 };
@@ -66,14 +70,14 @@ void product(const Product& a, Ahead& ahead) {
         NothingAhead nothing;
         product<T, R, V / 2>(a, ahead);
         Product b = a;
-        b.tile += V / 2 * LANES;
+        b.tile += vector_at(a, V / 2);
         b.out += V / 2 * LANES;
         product<T, R, V / 2>(b, nothing);
     } else {
         f32x16 acc[R][V];
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++)
                 acc[r][v] = a.into == START ? load(a.out + r * a.out_stride + LANES * v) * splat(a.scale[r]) : splat(0.0f);
         const char* x[(R + 2) / 3];  // one pointer for three rows: few enough for the general registers
@@ -81,17 +85,18 @@ void product(const Product& a, Ahead& ahead) {
         for (int i = 0; i < (R + 2) / 3; i++) x[i] = a.x + 3 * i * a.x_stride;
         const uint32_t* tile = a.tile;
         Ahead fetch = ahead;  // a copy can live in registers
-        const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride;
+        const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride, pair_stride = a.pair_stride;
         for (int64_t k = a.steps; k > 0; k--) {
             u32x16 w[V];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) w[v] = load_words(tile + LANES * v);
+#pragma GCC unroll 8
+            for (int v = 0; v < V; v++) w[v] = load_words(tile + v / 2 * pair_stride + v % 2 * LANES);
             tile += tile_stride;
-            fetch.step();
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v += 2) fetch.step();
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
                 uint32_t word = load_word(x[r / 3] + r % 3 * x_stride);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int v = 0; v < V; v++) acc[r][v] = multiply_add<T>(acc[r][v], word, w[v]);
             }
 #pragma GCC unroll 4
@@ -101,11 +106,11 @@ void product(const Product& a, Ahead& ahead) {
         if (a.into == ADD)
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int v = 0; v < V; v++) acc[r][v] = fma(load(a.out + r * a.out_stride + LANES * v), splat(a.scale[r]), acc[r][v]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int v = 0; v < V; v++) store(a.out + r * a.out_stride + LANES * v, acc[r][v]);
     }
 }
@@ -163,7 +168,8 @@ template <class Between>
 inline void transpose_rows(const char* const* rows, int64_t words, uint32_t* tile, int64_t stride, Between between) {
     int64_t k = 0;
     for (; k + 4 <= words; k += 4) {
-        transpose_16x4(rows, 4 * k, tile + k * stride, stride);
+        const FourWords t = transpose_16x4(rows, 4 * k);
+        for (int w = 0; w < 4; w++) store_words(tile + (k + w) * stride, t.word[w]);
         between();
     }
     for (; k < words; k++)
