@@ -17,7 +17,7 @@ namespace MP_ISA {
 
 constexpr int SPLIT = 512, TILES_PER_SPLIT = SPLIT / TILE;
 constexpr int MAX_HEAD_DIM = 256;
-constexpr int PREFILL_ROWS = 192;  // query rows (tokens x heads of a group) that share one pass over the keys
+constexpr int PREFILL_ROWS = 384;  // query rows (tokens x heads of a group) that share one pass over the keys
 
 // A unit of work: some queries of one sequence, some kv heads, some splits.
 struct Unit {
@@ -29,17 +29,25 @@ struct Unit {
 // Fetches the next tile into L2 while this one is packed, one line at a time. In prefill, requests from inside the products
 // come out slower than from the packing loops.
 struct RowsAhead {
-    const TileRows* rows;
-    int64_t bytes, left, offset = 0, index = 0;  // lines still to be fetched; index: of a row, keys and then values
-    RowsAhead(const TileRows* next, int64_t row_bytes) : rows(next), bytes(row_bytes), left(next ? 2 * TILE * ceil_div(row_bytes, 64) : 0) {}
+    const char *const *row, *const *end;  // keys, and then values, which lie behind them
+    const char *at, *stop;
+    int64_t step, bytes;
+    RowsAhead(const TileRows* next, int64_t row_bytes) : row(next ? next->row : nullptr), end(next ? next->row + 2 * TILE : nullptr), bytes(round_up(row_bytes, 64)) { enter(); }
+    void enter() {  // nothing left: goes on fetching the same line
+        at = row == end ? zero_row : *row;
+        step = row == end ? 0 : 64;
+        stop = row == end ? nullptr : at + bytes;
+    }
     void lines(int64_t n) {
-        for (n = min_of(n, left), left -= n; n > 0; n--) {
-            prefetch_l2((index < TILE ? rows->key[index] : rows->value[index - TILE]) + offset);
-            offset += 64;
-            if (offset >= bytes) offset = 0, index++;
+        for (; n > 0; n--) {
+            prefetch_l2(at);
+            at += step;
+            if (at == stop) row++, enter();
         }
     }
-    void rest() { lines(left); }
+    void rest() {
+        while (step) lines(1);
+    }
 };
 
 template <class T>
@@ -76,11 +84,11 @@ struct Attention {
             const T* k = (const T*)cache->key + block * cache->key_strides[0] + head * cache->key_strides[1];
             const T* v = (const T*)cache->value + block * cache->value_strides[0] + head * cache->value_strides[1];
             const int n = (int)min_of<int64_t>(bs - offset, rows->count - i);
-            for (int j = 0; j < n; j++) rows->key[i + j] = (const char*)(k + (offset + j) * cache->key_strides[2]);
-            for (int j = 0; j < n; j++) rows->value[i + j] = (const char*)(v + (offset + j) * cache->value_strides[2]);
+            for (int j = 0; j < n; j++) rows->row[i + j] = (const char*)(k + (offset + j) * cache->key_strides[2]);
+            for (int j = 0; j < n; j++) rows->row[TILE + i + j] = (const char*)(v + (offset + j) * cache->value_strides[2]);
             i += n;
         }
-        for (int i = rows->count; i < TILE; i++) rows->key[i] = rows->key[rows->count - 1], rows->value[i] = zero_row;
+        for (int i = rows->count; i < TILE; i++) rows->row[i] = rows->row[rows->count - 1], rows->row[TILE + i] = zero_row;
     }
 
     // V as a tile [words of 64 keys][columns]: bf16 rows of two neighbouring keys are interleaved.
@@ -211,8 +219,8 @@ struct Attention {
         } else {
             RowsAhead ahead(following ? &following->rows : nullptr, dim * (int64_t)sizeof(T));
             for (int k = 0; k < TILE; k += LANES)
-                transpose_rows(w.rows.key + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
-            pack_values(w.rows.value, b.values, ahead);
+                transpose_rows(w.rows.row + k, words, b.keys + k, TILE, [&] { ahead.lines(4); });
+            pack_values(w.rows.row + TILE, b.values, ahead);
             ahead.rest();
             // Rows are in order of position, so those that see nothing of this tile come first.
             const int64_t start = w.tile * TILE, blind = max_of<int64_t>(0, start - first_position) * group;

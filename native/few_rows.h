@@ -17,7 +17,7 @@ alignas(64) static const char zero_row[1024] = {};
 // Where the keys and values of a tile lie, for the first of some heads. Keys that do not exist repeat the last one, their
 // scores are masked; values that do not exist are zeros (0 * NaN is NaN).
 struct TileRows {
-    const char *key[TILE], *value[TILE];
+    const char* row[2 * TILE];  // keys, then values
     int count;
     bool bad_block;
 };
@@ -54,7 +54,7 @@ struct FewFetch {
             at = zero_row, stop = nullptr, step = 0, index = 2 * pieces + 2;
             return;
         }
-        row = (value ? rows->value : rows->key) + first;
+        row = rows->row + (value ? TILE : 0) + first;
         end = row + min_of<int64_t>(t.run, rows->count - first);
         offset = i % t.heads * (value ? t.value_head_bytes : t.key_head_bytes);
         step = 64;
@@ -146,7 +146,7 @@ void few_tile(const FewTile& t) {
     for (int64_t first = 0; first < count; first += t.run)
         for (int64_t h = 0; h < t.heads; h++)
             for (int64_t i = first; i < min_of(count, first + t.run); i += LANES) {
-                dots[waiting++] = {t.rows->key + i, h * t.key_head_bytes, t.q + h * R * words * 4, t.scores + h * R * TILE + i};
+                dots[waiting++] = {t.rows->row + i, h * t.key_head_bytes, t.q + h * R * words * 4, t.scores + h * R * TILE + i};
                 if (waiting == 2) few_dots<R, 2>(dots, words, fetch), waiting = 0;
             }
     if (waiting) few_dots<R, 1>(dots, words, fetch);
@@ -162,7 +162,7 @@ void few_tile(const FewTile& t) {
             const int n = (int)min_of<int64_t>(t.run, count - first);
             constexpr int V = R <= 6 ? 4 : 2;  // up to 24 accumulators; all of a row of 128 at once reads it in order
             const auto sums = t.dim % 128 == 0 && R <= 3 ? few_sums<R, R <= 3 ? 8 : V> : few_sums<R, V>;
-            sums(t.p + h * R * TILE + first, t.rows->value + first, h * t.value_head_bytes, n,
+            sums(t.p + h * R * TILE + first, t.rows->row + TILE + first, h * t.value_head_bytes, n,
                  first == 0 ? t.scale + h * R : nullptr, t.state.o + h * R * t.dim, t.dim, fetch);
         }
     fetch.rest();

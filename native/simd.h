@@ -132,16 +132,6 @@ inline FourWords transpose_16x4(const char* const* rows, int64_t offset) {
              (u32x16)_mm512_unpackhi_epi64(b, d)}};
 }
 
-// out[i] = the pair (a[i], b[i]); n is a multiple of 8. Short loads on purpose: with whole cache lines (512-bit loads and
-// a two-source permute) decode attention came out a tenth slower on Zen 4.
-inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {
-    for (int64_t i = 0; i < n; i += 8) {
-        __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(a + i)));
-        __m256i y = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(b + i)));
-        _mm256_storeu_si256((__m256i*)(out + i), _mm256_or_si256(x, _mm256_slli_epi32(y, 16)));
-    }
-}
-
 inline u32x16 pairs_of(const bf16* a, const bf16* b) {  // lane i: the pair (a[i], b[i])
     __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)a));
     __m512i y = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)b));
@@ -243,13 +233,20 @@ inline FourWords transpose_16x4(const char* const* rows, int64_t offset) {
         for (int w = 0; w < 4; w++) t[w][i] = load_word(rows[i] + offset + 4 * w);
     return {{load_words(t[0]), load_words(t[1]), load_words(t[2]), load_words(t[3])}};
 }
-inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {
-    for (int64_t i = 0; i < n; i++) out[i] = a[i].bits | uint32_t(b[i].bits) << 16;
+inline u32x16 pairs_of(const bf16* a, const bf16* b) { 
+    uint32_t t[LANES];
+    for (int i = 0; i < LANES; i++) t[i] = a[i].bits | uint32_t(b[i].bits) << 16;
+    return load_words(t);
 }
-inline u32x16 pairs_of(const bf16* a, const bf16* b) { uint32_t t[LANES]; interleave(a, b, LANES, t); return load_words(t); }
 #endif
 
 // ------------------------------------------------------------------------------------------ the same on every machine
+
+inline void interleave(const bf16* a, const bf16* b, int64_t n, uint32_t* out) {  // out[i] = the pair (a[i], b[i])
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) store_words(out + i, pairs_of(a + i, b + i));
+    for (; i < n; i++) out[i] = a[i].bits | uint32_t(b[i].bits) << 16;
+}
 
 // Sum of the lanes by a fixed tree: (i) + (i + 8), then + 4, + 2, + 1.
 inline float sum(f32x16 x) {
@@ -270,18 +267,28 @@ inline f32x16 rounded_to<bf16>(f32x16 x) { bf16 t[LANES]; store(t, x); return lo
 // 2^n for whole-numbered n in [-127, 127]; -127 gives 0.
 inline f32x16 two_to_whole(f32x16 n_plus_magic) { return as_floats((as_words(n_plus_magic) + splat_word(127)) << 23); }
 
-// 2^x, relative error below 2e-7, and exactly 1 at 0: "rescale by 2^0" and "skip" then give the same bits.
+// 2^x for x up to 127, relative error below 2e-7, and exactly 1 at 0: "rescale by 2^0" and "skip" then give the same bits.
+// What is below 2^-126 becomes 0, given FlushDenormals.
 inline f32x16 exp2(f32x16 x) {
+#if defined(__AVX512F__)
+    const f32x16 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = x - whole;
+#else
     const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
     x = min(splat(127.0f), max(splat(-127.0f), x));
-    f32x16 rounded = x + magic, f = x - (rounded - magic);
+    const f32x16 rounded = x + magic, f = x - (rounded - magic);
+#endif
     f32x16 y = splat(0.00015353361959569156f);
     y = fma(y, f, splat(0.0013398875016719103f));
     y = fma(y, f, splat(0.00961843691766262f));
     y = fma(y, f, splat(0.055503323674201965f));
     y = fma(y, f, splat(0.24022647738456726f));
     y = fma(y, f, splat(0.6931471824645996f));
-    return fma(y, f, splat(1.0f)) * two_to_whole(rounded);
+    y = fma(y, f, splat(1.0f));
+#if defined(__AVX512F__)
+    return _mm512_scalef_ps(y, whole);
+#else
+    return y * two_to_whole(rounded);
+#endif
 }
 
 // e^x with the reduction in two steps, for large arguments.

@@ -29,10 +29,12 @@ inline void soften(const float* scores, int rows, const int* visible, float log2
     for (int i = 0; i < LANES; i++) m[i] = top[i] = EMPTY;
     for (int r = 0; r < rows; r++) {
         const float* x = scores + r * TILE;
-        f32x16 high = splat(EMPTY);
-        for (int i = 0; i < visible[r]; i += LANES) {
-            f32x16 v = load(x + i);
-            high = max(high, visible[r] - i < LANES ? first_or(v, visible[r] - i, splat(EMPTY)) : v);
+        f32x16 high;
+        if (visible[r] >= TILE) {
+            high = max(max(load(x), load(x + LANES)), max(load(x + 2 * LANES), load(x + 3 * LANES)));
+        } else {
+            high = splat(EMPTY);
+            for (int i = 0; i < visible[r]; i += LANES) high = max(high, first_or(load(x + i), min_of(LANES, visible[r] - i), splat(EMPTY)));
         }
         top[r] = highest(high);
         m[r] = s.m[r];
@@ -44,16 +46,10 @@ inline void soften(const float* scores, int rows, const int* visible, float log2
     for (int r = 0; r < rows; r++) {
         const float* x = scores + r * TILE;
         f32x16 e[TILE / LANES];
-        for (int v = 0; v < TILE / LANES; v++) {
-            const int n = visible[r] - LANES * v;
-            if (n <= 0) {
-                e[v] = splat(0.0f);
-            } else {
-                e[v] = exp2(fma(load(x + LANES * v), splat(log2_scale), splat(-m[r])));
-                if (n < LANES) e[v] = first_or(e[v], n, splat(0.0f));
-            }
-            store(p + r * TILE + LANES * v, e[v]);
-        }
+        for (int v = 0; v < TILE / LANES; v++) e[v] = exp2(fma(load(x + LANES * v), splat(log2_scale), splat(-m[r])));
+        for (int v = 0; visible[r] < TILE && v < TILE / LANES; v++)
+            e[v] = first_or(e[v], min_of(LANES, max_of(0, visible[r] - LANES * v)), splat(0.0f));
+        for (int v = 0; v < TILE / LANES; v++) store(p + r * TILE + LANES * v, e[v]);
         s.m[r] = m[r];
         store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
     }
