@@ -62,6 +62,14 @@ EXTRAS: dict[str, Extra] = {
         88,
         scale=100,
     ),
+    "scattered": Extra(
+        ("attention", "--shape", "qwen3-0.6b", "--sequences", "8", "--context", "2048", "--scattered"),
+        "share_of_bandwidth",
+        "% of read bandwidth",
+        75,
+        88,
+        scale=100,
+    ),
     "startup": Extra(("startup",), "own_s", "s without import torch", 2.0, 1.5, less_is_better=True),
 }
 W1_SHARE = (0.85, 0.95)  # of read bandwidth: must, aim
@@ -71,7 +79,8 @@ WHAT = {
     "W3": "32 requests, prompts 100-512, outputs 32-256",
     "W4": "1 prompt of 2048",
     "W5": "1 prompt of 8192, output 32",
-    "attention": "decode attention alone, 8 x 2048",
+    "attention": "decode attention alone, 8 x 2048, blocks as a fresh pool hands them out",
+    "scattered": "the same, blocks in random order",
     "startup": "start of the 0.6B from a page-cached file",
 }
 

@@ -128,6 +128,8 @@ def test_attention_alone(bench_json: BenchJson) -> None:
     (case,) = bench_json("attention", *sizes)["cases"]
     assert case["case"] == "attention decode, 3 x 50"
     assert case["bytes"] == 2 * 3 * 50 * 2 * 32 * 2
+    (case,) = bench_json("attention", *sizes, "--scattered")["cases"]
+    assert case["case"] == "attention decode, 3 x 50, scattered blocks"
     (case,) = bench_json("attention", *sizes, "--queries", 20)["cases"]
     visible = 3 * sum(range(31, 51))
     assert case["gflop_s"] * case["seconds"] * 1e9 == pytest.approx(4 * visible * 4 * 32)

@@ -68,8 +68,12 @@ def attention_case(
     *,
     block_size: int,
     device: str,
+    scattered: bool = False,
 ) -> KernelCase:
-    """Paged attention of `queries` last tokens of each of B sequences of `context` tokens; blocks lie in random order.
+    """Paged attention of `queries` last tokens of each of B sequences of `context` tokens.
+
+    Blocks lie as a fresh pool hands them out to one prompt after the other; `scattered`: in random order, which is the
+    worst that a pool can come to.
 
     Bytes: K and V of every token once. Operations: four per head dimension, query head and visible key.
     """
@@ -84,7 +88,9 @@ def attention_case(
         cache.key_cache.normal_()
         cache.value_cache.normal_()
         caches.append(cache)
-    order = torch.randperm(sequences * per_sequence, generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    order = torch.arange(sequences * per_sequence, dtype=torch.int32)
+    if scattered:
+        order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(0))]
     tokens = sequences * queries
     batch = AttentionBatch(
         positions=torch.arange(context - queries, context, device=device).repeat(sequences),
@@ -105,7 +111,7 @@ def attention_case(
 
     visible = sequences * (queries * (context - queries) + queries * (queries + 1) // 2)
     kind = "decode" if queries == 1 else f"prefill {queries}"
-    name = f"attention {kind}, {sequences} x {context}"
+    name = f"attention {kind}, {sequences} x {context}{', scattered blocks' if scattered else ''}"
     return KernelCase(name, nbytes, 4 * visible * heads * dim, count, run)
 
 
@@ -156,12 +162,13 @@ def bench_kernels(
     options: Mapping[str, Any],
     *,
     attention: Sequence[tuple[int, int, int]] = (),
+    scattered: bool = False,
     rows: Sequence[int] = (),
     rounds: int,
     progress: Callable[[str], object],
 ) -> Report:
-    """ "attention": (sequences, context, queries) cases; "linear": the products of a layer and the head at so many
-    rows.
+    """ "attention": (sequences, context, queries) cases, `scattered` as in `attention_case`; "linear": the products of
+    a layer and the head at so many rows.
 
     Decode of 8 x 2048, or else the first case, is the headline. Of `source` only the config is used.
     """
@@ -192,7 +199,8 @@ def bench_kernels(
     with torch.inference_mode():
         for shape in attention:  # one after the other: together their caches might be larger than memory
             block_size = options["block_size"]
-            measure([attention_case(backend, source.config, dtype, shape, block_size=block_size, device=device)])
+            sizes = {"block_size": block_size, "device": device, "scattered": scattered}
+            measure([attention_case(backend, source.config, dtype, shape, **sizes)])
         if rows:
             for matrix in LINEARS:
                 measure(linear_cases(backend, source.config, dtype, matrix, rows, device=device))

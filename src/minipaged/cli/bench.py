@@ -120,6 +120,9 @@ def attention(
     sequences: Annotated[int | None, typer.Option(min=1, help="Measure this case only: sequences.")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="Measure this case only: tokens in the cache.")] = None,
     queries: Annotated[int, typer.Option(min=1, help="Query tokens per sequence in that case; 1 = decode.")] = 1,
+    scattered: Annotated[
+        bool, typer.Option(help="Blocks in random order instead of as a fresh pool hands them out.")
+    ] = False,
 ) -> None:
     """Paged attention alone, decode and prefill, in the sizes of MODEL or --shape (qwen3-0.6b if neither is given)."""
     from minipaged.bench.kernels import ATTENTION_CASES, bench_kernels
@@ -133,7 +136,8 @@ def attention(
     with _session(bench) as progress:
         source = _source(model, llm, bench, default_shape=KERNEL_SHAPE)
         _check_kernel_options(llm)
-        report = bench_kernels("attention", source, llm, attention=cases, rounds=bench["rounds"], progress=progress)
+        options = {"attention": cases, "scattered": scattered, "rounds": bench["rounds"]}
+        report = bench_kernels("attention", source, llm, **options, progress=progress)
     _finish(report, bench)
 
 
