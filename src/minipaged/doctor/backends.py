@@ -10,13 +10,11 @@ from minipaged.errors import BackendUnavailableError
 
 def chosen_backend(device: str) -> tuple[str | None, str]:
     """(name, why) of what `LLM()` would take on `device`; (None, the error) if nothing can serve."""
-    from minipaged.ops.registry import backend_note, get_backend
+    from minipaged.ops.registry import backend_note, best_backend
 
-    try:
-        name = get_backend(None, device).name
-    except BackendUnavailableError as error:
-        return None, str(error)
-    return name, backend_note(name, device)
+    name = best_backend(device)
+    error = _start_error(name, device)
+    return (name, backend_note(name, device)) if error is None else (None, error)
 
 
 def backends(installation: Installation, device: str) -> list[Finding]:
@@ -71,7 +69,7 @@ def native_missing(trouble: BuildTrouble, installation: Installation) -> Finding
     """The native library was not built: what the build said and how to repeat it."""
     again = installation.rebuild_command
     advice = again if trouble.works_now else f"install a C++ compiler with OpenMP (g++), then: {again}"
-    finding = _finding("cpu", f"the native kernels were not built: {trouble.summary}", "warning", advice)
+    finding = _finding("cpu", f"the native kernels are not there: {trouble.summary}", "warning", advice)
     facts = {**finding.facts, "build_error": trouble.excerpt or None, "build_log": trouble.log and str(trouble.log)}
     return Finding(
         name=finding.name,

@@ -15,7 +15,8 @@ from minipaged.engine.memory import CPU_MEMORY_SHARE
 
 OVERHEAD = 300 << 20  # bytes besides weights and KV pool: PyTorch, buffers of a step
 HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage")
-PROBE_PAGES = 4
+PROBE_PAGES = 16
+ENOUGH = 0.9  # share of the probe; one page may fail where others do not
 LARGEST_PROBE = 64 << 20  # some machines have huge pages of 512 MiB; memory is not taken only to look at it
 
 
@@ -86,8 +87,8 @@ def huge_pages(root: Path) -> list[Finding]:
         return [Finding(name=name, value=value, why=why, state="warning", advice=advice, facts=facts)]
     if given is None:
         return [Finding(name=name, value=value, why=why, state="note", advice=NOTHING, facts=facts)]
-    if given < 1:
-        why += f"; the kernel gave them for {given:.0%} of {PROBE_PAGES} pages: memory is fragmented, or scarce"
+    if given < ENOUGH:
+        why += "; the kernel found too few: memory is fragmented, or scarce"
         advice = "echo 1 | sudo tee /proc/sys/vm/compact_memory, then start again: decode may be slower without"
         return [Finding(name=name, value=value, why=why, state="warning", advice=advice, facts=facts)]
     return [Finding(name=name, value=value, why=why, advice=NOTHING, facts=facts)]

@@ -37,10 +37,10 @@ class BuildTrouble:
 def explain_missing_library(log: Path, compile_test: Callable[[], str | None] | None = None) -> BuildTrouble:
     """log: where a failed build leaves its output. compile_test: the error of a small program, None if it works."""
     problem = (compile_test or try_compiler)()
-    now = "a C++ compiler with OpenMP works here now" if problem is None else problem.splitlines()[0]
+    now = "a C++ compiler with OpenMP works here now" if problem is None else " ".join(problem.splitlines()[:2])
     if log.is_file():
         excerpt = first_error(log.read_text(encoding="utf-8", errors="replace"))
-        summary = f"its build failed when minipaged was installed; {now}"
+        summary = f"their build failed when minipaged was installed; {now}"
         return BuildTrouble(summary, excerpt, log, problem is None)
     return BuildTrouble(f"no build left an error; {now}", problem or "", None, problem is None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +29,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def _text(finding: Finding) -> Text:
     quiet = finding.state == "ok"
     text = Text(finding.value)
-    text.append(f"  {finding.why}" if quiet else f"\n{finding.why}", "dim")
+    text.append(f" ({finding.why})" if quiet else f"\n{finding.why}", "dim")
     if finding.advice != NOTHING:
         text.append(f"\n-> {finding.advice}", "" if quiet else STYLES[finding.state])
     return text
@@ -49,12 +47,13 @@ def _print_build_error(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _verdict(diagnosis: Diagnosis) -> Text:
-    counts = Counter(finding.state for finding in diagnosis.findings)
-    listed = ", ".join(
-        f"{counts[state]} {state}{'s' * (counts[state] > 1)}" for state in STATES[:0:-1] if counts[state]
-    )
     if diagnosis.backend is None:
-        return Text(f"not usable: {diagnosis.reason}", STYLES["problem"])
-    return Text.assemble(
-        ("usable", "bold green"), f": back end {diagnosis.backend} serves ({diagnosis.reason}); {listed or 'all well'}"
-    )
+        verdict = Text(f"not usable: {diagnosis.reason}", STYLES["problem"])
+    else:
+        verdict = Text.assemble(("usable", "bold green"), f": back end {diagnosis.backend} serves")
+    for state in STATES[:0:-1]:  # the worst first; what is ok is not counted
+        names = [finding.name for finding in diagnosis.findings if finding.state == state]
+        if names:
+            plural = "s" if len(names) > 1 else ""
+            verdict.append(f"\n{len(names)} {state}{plural}: {', '.join(names)}", STYLES[state])
+    return verdict
