@@ -35,11 +35,12 @@ __all__ = [
 ]
 
 ERROR_LOG = Path("src/minipaged/_native/build_error.txt")  # hooks run in the root of the source tree
+_PURE = {"wheel.cmake": "false"}
 _CHILD = """
 import json, sys
 from scikit_build_core import build
-hook, folder, settings, answer = json.loads(sys.argv[1])
-name = getattr(build, hook)(folder, settings)
+folder, settings, answer = json.loads(sys.argv[1])
+name = build.build_wheel(folder, settings)
 open(answer, "w", encoding="utf-8").write(name)
 """
 
@@ -48,45 +49,36 @@ Settings = Mapping[str, Any]
 
 def build_wheel(folder: str, settings: Settings | None = None, metadata_directory: str | None = None) -> str:
     """Build the wheel into `folder`, without native kernels if they do not build; returns its file name."""
+    settings = settings or {}
+    with tempfile.TemporaryDirectory() as scratch:
+        answer = Path(scratch) / "wheel-name"
+        if _succeeds(sys.executable, "-c", _CHILD, json.dumps([folder, dict(settings), str(answer)])):
+            return answer.read_text(encoding="utf-8")
     try:
-        return _build("build_wheel", folder, settings or {})
+        # git ignores the log; `sdist.include` is scikit-build-core's way of taking an ignored file along all the same.
+        return scikit_build.build_wheel(folder, {**settings, **_PURE, "sdist.include": ERROR_LOG.as_posix()})
     finally:
-        ERROR_LOG.unlink(missing_ok=True)  # it is in the wheel now; the source tree stays as it was
+        ERROR_LOG.unlink()  # it is in the wheel now; the source tree stays as it was
 
 
 def build_editable(folder: str, settings: Settings | None = None, metadata_directory: str | None = None) -> str:
-    """The same for an editable install, which runs from the source tree: the error stays there."""
-    return _build("build_editable", folder, settings or {})
+    """An editable install runs from the source tree: that is where the library (or the error) has to be."""
+    _succeeds(sys.executable, "tools/build_native.py")
+    return scikit_build.build_editable(folder, {**(settings or {}), **_PURE})
 
 
-def _build(hook: str, folder: str, settings: Settings) -> str:
+def _succeeds(*command: str) -> bool:
+    """Run it; if it fails, what it printed, its children (CMake, compiler) included, is in ERROR_LOG."""
     ERROR_LOG.unlink(missing_ok=True)
-    name, output = _build_aloud(hook, folder, settings)
-    if name is not None:
-        return name
-    print("\n*** the native kernels did not build: installing without them; `minipaged doctor` shows why", flush=True)
+    kept = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            kept.append(line.decode(errors="replace"))
+            print(kept[-1], end="", flush=True)
+    if process.returncode == 0:
+        return True
     ERROR_LOG.parent.mkdir(exist_ok=True)
-    ERROR_LOG.write_text(output, encoding="utf-8")
-    # git ignores the log; `sdist.include` is scikit-build-core's way of taking an ignored file along all the same.
-    without = {**settings, "wheel.cmake": "false", "sdist.include": ERROR_LOG.as_posix()}
-    wheel: str = getattr(scikit_build, hook)(folder, without)
-    return wheel
-
-
-def _build_aloud(hook: str, folder: str, settings: Settings) -> tuple[str | None, str]:
-    """The wheel's name, None if it did not build, and everything that was printed meanwhile, by CMake and compiler too.
-
-    A process of its own: what its children write straight to the terminal can be kept that way.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "wheel-name"
-        call = json.dumps([hook, folder, dict(settings), str(answer)])
-        command = [sys.executable, "-c", _CHILD, call]
-        kept = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                kept.append(line.decode(errors="replace"))
-                print(kept[-1], end="", flush=True)
-        built = process.returncode == 0 and answer.is_file()
-        return answer.read_text(encoding="utf-8") if built else None, "".join(kept)
+    ERROR_LOG.write_text("".join(kept), encoding="utf-8")
+    print("\n*** the native kernels did not build: installing without them; `minipaged doctor` shows why", flush=True)
+    return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minipaged.doctor.finding import NOTHING, Finding, State
 from minipaged.doctor.installation import Installation
-from minipaged.doctor.native_build import BuildTrouble, explain_missing_library
+from minipaged.doctor.native_build import BuildTrouble, explain_missing_library, first_error
 from minipaged.errors import BackendUnavailableError
 
 
@@ -27,7 +29,7 @@ def backends(installation: Installation, device: str) -> list[Finding]:
         where = "cuda" if name == "triton" else "cpu"
         reason = (on_gpu if where == "cuda" else on_cpu)[name] or _start_error(name, where)
         if reason is None:
-            found.append(_available(name, where))
+            found.append(_available(name, where) if name != "cpu" else _native_available(installation))
         elif name == "cpu":
             found.append(_native_unavailable(reason, installation))
         elif name == "triton":
@@ -54,6 +56,22 @@ def _available(name: str, where: str) -> Finding:
     )
 
 
+def _native_available(installation: Installation) -> Finding:
+    from minipaged.ops.native_library import BUILD_LOG
+
+    finding = _available("cpu", "cpu")
+    if not BUILD_LOG.is_file():
+        return finding
+    excerpt = first_error(BUILD_LOG.read_text(encoding="utf-8", errors="replace"))
+    return replace(
+        finding,
+        why="an older library serves: the last build failed",
+        state="warning",
+        advice=f"its kernels may not be those of the source: {installation.rebuild_command}",
+        facts={**finding.facts, "build_error": excerpt, "build_log": str(BUILD_LOG)},
+    )
+
+
 def _native_unavailable(reason: str, installation: Installation) -> Finding:
     from minipaged.ops.native_library import BUILD_LOG, LIBRARY
 
@@ -70,15 +88,9 @@ def native_missing(trouble: BuildTrouble, installation: Installation) -> Finding
     again = installation.rebuild_command
     advice = again if trouble.works_now else f"install a C++ compiler with OpenMP (g++), then: {again}"
     finding = _finding("cpu", f"the native kernels are not there: {trouble.summary}", "warning", advice)
-    facts = {**finding.facts, "build_error": trouble.excerpt or None, "build_log": trouble.log and str(trouble.log)}
-    return Finding(
-        name=finding.name,
-        value="not available: back end torch serves, more slowly",
-        why=finding.why,
-        state="warning",
-        advice=advice,
-        facts=facts,
-    )
+    facts = {"build_error": trouble.excerpt or None, "build_log": trouble.log and str(trouble.log)}
+    value = "not available: back end torch serves, more slowly"
+    return replace(finding, value=value, facts={**finding.facts, **facts})
 
 
 def _triton_unavailable(reason: str, device: str) -> Finding:

@@ -36,7 +36,7 @@ def gpus(root: Path) -> list[Finding]:
 def driver_version(root: Path) -> str | None:
     """NVIDIA's kernel driver, e.g. "550.54.15"."""
     file = root / DRIVER
-    match = re.search(r"Kernel Module\D*(\d+(?:\.\d+)+)", file.read_text()) if file.is_file() else None
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read_text()) if file.is_file() else None
     return match[1] if match else None
 
 

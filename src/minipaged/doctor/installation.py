@@ -44,6 +44,8 @@ def find_installation(package: Path = PACKAGE) -> Installation:
     direct = json.loads(installed.read_text("direct_url.json") or "{}")
     url = urlparse(direct.get("url", ""))
     source = Path(url2pathname(url.path)) if url.scheme == "file" else None
+    if source is not None and not source.exists():  # it was a temporary one
+        source = None
     if Path(str(installed.locate_file("minipaged"))).resolve() == package:
         return Installation("wheel", source, _tag(installed))
     if direct.get("dir_info", {}).get("editable") and source is not None and package.is_relative_to(source.resolve()):

@@ -17,9 +17,7 @@ PROGRAM = "#include <omp.h>\nint main() { return omp_get_max_threads() < 1; }\n"
 SECONDS = 60
 LINES = 15
 # What compilers, linkers, CMake and shells write in front of the reason.
-_ERROR = re.compile(
-    r"CMake Error|\berror: |\bundefined reference\b|command not found|Could NOT find|ModuleNotFoundError"
-)
+_ERROR = re.compile(r"CMake Error|\berror: |\bundefined reference\b|command not found|Could NOT find|FileNotFoundError")
 
 
 @dataclass(frozen=True, slots=True)

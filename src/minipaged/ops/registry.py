@@ -82,6 +82,9 @@ def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
             return "the package triton is not installed (extra [gpu])"
         if str(device).startswith("cpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return "it takes CPU tensors only under TRITON_INTERPRET=1"
-    check = getattr(import_module(module), "unavailable_reason", None)
+    try:
+        check = getattr(import_module(module), "unavailable_reason", None)
+    except (ImportError, OSError) as error:  # OSError: a shared library behind it does not load
+        return f"it does not import: {error}"
     reason: str | None = check(device) if check is not None else None
     return reason
