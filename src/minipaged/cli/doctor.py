@@ -22,11 +22,13 @@ def doctor(
 ) -> None:
     """Look at this machine and installation: what is there, why, and what to do about it.
 
-    Versions, CPU and instruction set, threads, memory, huge pages, read bandwidth and the decode speed that it allows,
-    GPUs, every back end or what keeps it from running (the error of the native build included), OpenMP, Hub cache.
+    Versions, CPU, threads, memory, huge pages, read bandwidth and the decode speed it allows, GPUs, OpenMP, Hub cache.
+
+    Each back end, or what keeps it from running; if the native kernels did not build, the compiler's error.
 
     States: ok; note (worth knowing); warning (costs speed or will surprise); problem (does not work until changed).
-    Exit status 0 if a back end serves, 1 if none can.
+
+    Exit status 0 if the engine can start here, 1 if no back end can serve.
     """
     from rich.console import Console
 

@@ -64,7 +64,7 @@ def numa(root: Path) -> list[Finding]:
         Finding(
             name="NUMA nodes",
             value=value,
-            why=f"this process may run on {', '.join(used)}: half of the reads or more go to another node's memory",
+            why=f"this process may run on {', '.join(used)}: part of the reads go to another node's memory",
             state="warning",
             advice=f"one process per node: numactl --cpunodebind={number} --membind={number} minipaged ...",
             facts=facts,
