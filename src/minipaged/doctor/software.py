@@ -26,7 +26,7 @@ def versions(installation: Installation) -> list[Finding]:
     return [
         Finding(
             name="python",
-            value=f"{platform.python_version()} ({platform.python_implementation()})",
+            value=f"{platform.python_version()}, {platform.python_implementation()}",
             why="3.10 or newer is needed",
             advice=NOTHING,
             facts={"version": platform.python_version()},
