@@ -27,6 +27,7 @@ def main() -> None:
     temporary = target / "libminipaged.so.new"  # a rename does not disturb a process that has the old one loaded
     shutil.copy2(build_dir / "libminipaged.so", temporary)
     temporary.replace(target / "libminipaged.so")
+    (target / "build_error.txt").unlink(missing_ok=True)  # of an editable install that failed (build_backend.py)
     print(f"built {target / 'libminipaged.so'}")
 
 

@@ -126,8 +126,7 @@ def test_probes_say_what_they_used() -> None:
 def test_machine_facts_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n")
-    monkeypatch.setattr(machine, "CPUINFO", cpuinfo)
-    assert machine.cpu_name() == "AMD EPYC (cpu family 25, model 17)"
+    assert machine.cpu_name(cpuinfo) == "AMD EPYC (cpu family 25, model 17)"
     for index, size in enumerate(("32K", "1024K", "32M")):
         (tmp_path / "cache" / f"index{index}").mkdir(parents=True)
         (tmp_path / "cache" / f"index{index}" / "size").write_text(size + "\n")

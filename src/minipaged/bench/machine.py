@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from minipaged import __version__
-from minipaged.cgroup import memory_limit
-from minipaged.model.dtypes import read_cpu_flags
+from minipaged.cgroup import PROC, memory_limit
+from minipaged.cpu_flags import CPUINFO, read_cpu_flags
 from minipaged.threads import default_threads
 
-CPUINFO = Path("/proc/cpuinfo")
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # The instruction sets that decide how fast a model runs, as /proc/cpuinfo spells them.
@@ -25,6 +24,7 @@ FEATURES = (
     "avx512f",
     "avx512bw",
     "avx512vl",
+    "avx512dq",
     "avx512_vnni",
     "avx512_bf16",
     "avx512_fp16",
@@ -52,7 +52,7 @@ def machine_facts(device: str = "cpu") -> dict[str, Any]:
         "cpu_features": [name for name in FEATURES if name in flags],
         "last_level_cache_bytes": last_level_cache_bytes(),
         "memory_bytes": memory_bytes(),
-        "transparent_huge_pages": _chosen(HUGE_PAGES),
+        "transparent_huge_pages": huge_page_setting(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
     if device.startswith("cuda"):
@@ -74,11 +74,11 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def cpu_name() -> str | None:
+def cpu_name(cpuinfo: Path = CPUINFO) -> str | None:
     """As the processor calls itself, with family and model: one vendor string can stand for several generations."""
-    if not CPUINFO.is_file():
+    if not cpuinfo.is_file():
         return platform.processor() or None
-    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", CPUINFO.read_text().split("\n\n")[0], re.MULTILINE))
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", cpuinfo.read_text().split("\n\n")[0], re.MULTILINE))
     name = fields.get("model name") or fields.get("CPU implementer")
     detail = [f"{key} {fields[key]}" for key in ("cpu family", "model", "CPU part") if key in fields]
     return " ".join(filter(None, (name, f"({', '.join(detail)})" if detail else ""))) or None
@@ -96,20 +96,23 @@ def last_level_cache_bytes() -> int | None:
 
 def memory_bytes() -> int | None:
     """What this process may use: the machine's memory, or its control group's limit if that is smaller."""
-    sizes = [memory_limit()]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        match = re.search(r"^MemTotal:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE)
-        sizes.append(int(match[1]) * 1024 if match else None)
-    return min((size for size in sizes if size is not None), default=None)
+    return min((size for size in (memory_limit(), total_memory()) if size is not None), default=None)
+
+
+def total_memory(proc: Path = PROC) -> int | None:
+    """Bytes of memory that the machine has."""
+    meminfo = proc / "meminfo"
+    match = re.search(r"^MemTotal:\s*(\d+) kB", meminfo.read_text(), re.MULTILINE) if meminfo.is_file() else None
+    return int(match[1]) * 1024 if match else None
+
+
+def huge_page_setting(path: Path = HUGE_PAGES) -> str | None:
+    """Which of "always", "madvise" and "never" the system has chosen."""
+    match = re.search(r"\[(\w+)\]", path.read_text()) if path.is_file() else None
+    return match[1] if match else None
 
 
 def slug(facts: dict[str, Any]) -> str:
     """A file-name part that tells machines apart, e.g. "amd-epyc-2-cores"."""
     name = facts.get("gpu") or re.sub(r"\(.*?\)|@.*", "", facts["cpu"] or sys.platform)
     return re.sub(r"[^a-z0-9]+", "-", f"{name} {facts['cores']} cores".lower()).strip("-")
-
-
-def _chosen(path: Path) -> str | None:
-    match = re.search(r"\[(\w+)\]", path.read_text()) if path.is_file() else None
-    return match[1] if match else None

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli import bench, bench_serve, generate, serve, tune, verify
+from minipaged.cli import bench, bench_serve, doctor, generate, serve, tune, verify
 
 app = typer.Typer(
     name="minipaged",
@@ -20,6 +20,7 @@ app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 bench.app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.bench_serve)
+app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.add_typer(bench.app)
 

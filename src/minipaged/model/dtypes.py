@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
+
+from minipaged.cpu_flags import read_cpu_flags
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # x86, x86 tiles, arm (as /proc/cpuinfo spells them)
-
-
-def read_cpu_flags() -> frozenset[str]:
-    """Instruction sets of this processor as /proc/cpuinfo spells them; empty where they cannot be read."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    if sys.platform == "darwin":
-        query = ["sysctl", "-n", "hw.optional.arm.FEAT_BF16"]
-        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        return frozenset({"bf16"} if answer.strip() == "1" else ())
-    return frozenset()
 
 
 def resolve_dtype(

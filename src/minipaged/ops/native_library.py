@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIBRARY = Path(__file__).resolve().parent.parent / "_native" / "libminipaged.so"
+BUILD_LOG = LIBRARY.with_name("build_error.txt")  # what a build that failed printed (tools/build_backend.py)
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "the native back end could not allocate its scratch memory"),
@@ -67,7 +68,7 @@ def load_library() -> ctypes.CDLL:
     if not LIBRARY.exists():
         raise BackendUnavailableError(
             f"the native library was not built ({LIBRARY.name} is missing): install with a C++ compiler present, "
-            "or run tools/build_native.py in a checkout"
+            "or run tools/build_native.py in a checkout; `minipaged doctor` shows what went wrong"
         )
     try:
         library = ctypes.CDLL(str(LIBRARY))

@@ -38,7 +38,7 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
     for an unknown name and BackendUnavailableError, with the reason, for one that cannot run here.
     """
     if name is None:
-        name = next(n for n in _BACKENDS if _chosen_by_itself(n, device) and _unavailable_reason(n, device) is None)
+        name = best_backend(device)
         if name == "torch" and str(device).startswith("cpu"):
             logger.warning(
                 "backend 'torch' serves, at half to four fifths of the speed of 'cpu' and without its bit-identical "
@@ -53,6 +53,11 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
     module, class_name = _BACKENDS[name]
     backend: Backend = getattr(import_module(module), class_name)()
     return backend
+
+
+def best_backend(device: torch.device | str = "cpu") -> str:
+    """The name of the one that `get_backend(None, device)` takes."""
+    return next(n for n in _BACKENDS if _chosen_by_itself(n, device) and _unavailable_reason(n, device) is None)
 
 
 def backend_note(name: str, device: torch.device | str = "cpu") -> str:
@@ -77,6 +82,9 @@ def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
             return "the package triton is not installed (extra [gpu])"
         if str(device).startswith("cpu") and os.environ.get("TRITON_INTERPRET") != "1":
             return "it takes CPU tensors only under TRITON_INTERPRET=1"
-    check = getattr(import_module(module), "unavailable_reason", None)
+    try:
+        check = getattr(import_module(module), "unavailable_reason", None)
+    except (ImportError, OSError) as error:  # OSError: a shared library behind it does not load
+        return f"it does not import: {error}"
     reason: str | None = check(device) if check is not None else None
     return reason
