@@ -125,9 +125,9 @@ def _stats(session: ChatSession, argument: str) -> str:
     rows = {}
     if session.answered:
         last = session.answered[-1]
-        first = "none" if last.first_token_s is None else f"after {last.first_token_s:.3f} s"
-        rows["last answer"] = f"{_tokens(last)}; first token {first}"
-        rows["all"] = f"{len(session.answered)} answers: {_tokens(session.total())}"
+        first = "no token" if last.first_token_s is None else f"first token {last.first_token_s:.3f} s"
+        rows["last answer"] = f"{_tokens(last)}; {first}"
+        rows[f"all {len(session.answered)}"] = _tokens(session.total())
     rows["context"] = f"{session.context_tokens()} of {session.context_limit} tokens, {len(session.turns)} turns"
     rows["KV blocks"] = (
         f"{pool.blocks_in_use} in use, {pool.blocks_idle} idle (cached), {pool.blocks_free} free "
@@ -139,8 +139,7 @@ def _stats(session: ChatSession, argument: str) -> str:
 def _tokens(stats: AnswerStats) -> str:
     rate = "" if stats.decode_tok_s is None else f" at {stats.decode_tok_s:.1f} tok/s"
     return (
-        f"{stats.prompt_tokens} prompt tokens, {stats.cached_tokens} of them cached; "
-        f"{stats.generated_tokens} generated{rate}"
+        f"{stats.prompt_tokens} prompt tokens, {stats.cached_tokens} cached; {stats.generated_tokens} generated{rate}"
     )
 
 

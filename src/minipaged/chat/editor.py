@@ -43,15 +43,17 @@ class PipeReader:
         while True:
             if self._prompts:
                 typer.echo(CONTINUATION if parts else PROMPT, nl=False, err=True)
-            line = self._next()
+            line = self._next(at_end="" if parts else None)
             if not line.endswith("\\"):
                 return "\n".join([*parts, line])
             parts.append(line[:-1])
 
-    def _next(self) -> str:
+    def _next(self, *, at_end: str | None) -> str:
         line = self._stream.readline()
         if not line:
-            raise EOFError
+            if at_end is None:
+                raise EOFError
+            return at_end
         self._number += 1
         try:
             return line.decode("utf-8").rstrip("\r\n")

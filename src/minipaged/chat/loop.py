@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -68,7 +68,7 @@ class Loop:
         """Say how the answer ended, unless it came to its end."""
         reason = answer.finish_reason
         if reason == "error":
-            self._fail(f"{answer.error} (the message is not in the conversation)")
+            self._fail(f"{answer.error} (the conversation is as before)")
         elif reason == "abort" and answer.kept:
             self.screen.note("[stopped; what is there stays in the conversation: /undo forgets it, /retry repeats it]")
         elif reason == "abort":
@@ -90,16 +90,16 @@ class Loop:
 
 @contextmanager
 def stopping(answer: Answer) -> Iterator[None]:
-    """The first Ctrl-C asks the answer to stop after the running step, which leaves everything in order. A second one
-    (a step of a large model takes a while) is a KeyboardInterrupt.
+    """The first Ctrl-C asks the answer to stop after the running step, which leaves everything in order. A further one
+    during that step (of a large model it takes a while) is a KeyboardInterrupt; none interrupts the tidying up.
     """
-    before: Callable[[int, FrameType | None], object] | int | None = signal.getsignal(signal.SIGINT)
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if answer.stopped and answer.computing:
+            raise KeyboardInterrupt
         answer.stop()
 
-    signal.signal(signal.SIGINT, interrupt)
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

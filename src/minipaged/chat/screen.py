@@ -1,4 +1,4 @@
-"""Where text goes: answers and replies to stdout, remarks and errors to stderr; styles on a terminal, none into a pipe."""
+"""Where text goes: answers and replies to stdout, remarks and errors to stderr; styles on a terminal only."""
 
 from __future__ import annotations
 

@@ -232,6 +232,8 @@ class Answer:
         self.content = ""
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self.computing = False
+        """Whether a step is running: the one part of `pieces` that takes time, and that an exception may interrupt."""
         self._session = session
         self._request = request
         self._splitter = ReasoningSplitter(thinking_after(request.prompt or "", enable_thinking=session.thinking))
@@ -248,6 +250,11 @@ class Answer:
         """Whether it was cut because the context is full."""
         return self.finish_reason == "length" and self._session.params.max_tokens is None
 
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stopped
+
     def stop(self) -> None:
         """End it after the step that is running. May be called from a signal handler."""
         self._stopped = True
@@ -258,7 +265,7 @@ class Answer:
         engine.submit(self._request)
         try:
             while not (self._request.finished or self._stopped):
-                engine.step()
+                self._step()
                 yield self._read()
             engine.drop(self._request)
             yield self._read()
@@ -266,6 +273,13 @@ class Answer:
             engine.drop(self._request)
             self._read()
             self._session._settle(self, self._stats())
+
+    def _step(self) -> None:
+        self.computing = True
+        try:
+            self._session.llm.engine.step()
+        finally:
+            self.computing = False
 
     def _read(self) -> Piece:
         """What has come since the last call; everything that was held back, once the request is over."""
