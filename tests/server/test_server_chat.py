@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_rig import Rig
 
-from minipaged.server.reasoning import ReasoningSplitter, Thinking, thinking_after
+from minipaged.model.reasoning import ReasoningSplitter, Thinking, thinking_after
 from minipaged.server.tools import ToolCall, ToolCallParser, parse_call
 
 USER = [{"role": "user", "content": "hi"}]

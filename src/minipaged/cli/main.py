@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from minipaged.cli import bench, bench_serve, doctor, generate, serve, tune, verify
+from minipaged.cli import bench, bench_serve, chat, doctor, generate, serve, tune, verify
 
 app = typer.Typer(
     name="minipaged",
@@ -17,6 +17,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
 app.command("verify", epilog=verify.EXAMPLE)(verify.verify)
 bench.app.command("serve", epilog=bench_serve.EXAMPLE)(bench_serve.bench_serve)
