@@ -1,4 +1,4 @@
-"""Every public name says what it is: modules, classes, functions, methods and properties without a leading underscore."""
+"""Every public name says what it is: modules, classes, functions, methods, properties."""
 
 from __future__ import annotations
 

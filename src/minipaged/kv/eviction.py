@@ -65,11 +65,9 @@ class RankedPolicy:
 
     def insert(self, block: int) -> None:
         """`block` got a new cache entry. Ignored here; a subclass may start to count."""
-        pass
 
     def hit(self, block: int) -> None:
         """`block` was found through its prefix. Ignored here."""
-        pass
 
     def add(self, block: int, released: int) -> None:
         """`block` became a candidate: fix its rank. O(log candidates)."""

@@ -40,6 +40,7 @@ _Kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 
 class KernelTable(ctypes.Structure):
     """`mp_kernels` of native/api.h: one entry per kernel, each takes a pointer to its argument struct."""
+
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("pack", _Kernel),
