@@ -1,4 +1,4 @@
-"""Draws docs/figures/map.svg: the parts of the package, their modules, and who imports whom, from the imports that are there.
+"""Draws docs/figures/map.svg from the imports that are there: the parts of the package, their modules, who needs whom.
 
     python tools/draw_map.py            # needs grimp (extra [test]); run it after adding a module
     python tools/draw_map.py --check    # exit status 1 if the figure is not what this would draw
@@ -155,7 +155,9 @@ def draw(boxes: dict[str, Box], height: float) -> str:
 def main() -> None:
     """Write the figure, or compare with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the figure is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if the figure is out of date"
+    )
     check = parser.parse_args().check
     sys.path.insert(0, str(ROOT / "src"))
     boxes, imports = read_imports()
