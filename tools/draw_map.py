@@ -20,7 +20,7 @@ import grimp
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "map.svg"
-BASE = ("errors", "threads", "cgroup")  # single files at the bottom share a box
+BASE = "base"  # the box of single files that import nothing, or only each other
 WIDTH, MARGIN, GAP, ROW_GAP, LINE, CHARACTER = 900, 10, 12, 26, 16, 6.7  # pixels
 
 STYLE = """
@@ -58,32 +58,34 @@ class Box:
 
 
 def part_of(module: str) -> str | None:
-    """The box of a module; None for what is everywhere or nowhere (the package itself, `__main__`, `_lazy`)."""
-    name = module.split(".")[1] if "." in module else "_"
-    return None if name.startswith("_") else "errors" if name in BASE else name
+    """The part that a module belongs to; None for the package itself, `__main__` and `_lazy`."""
+    name = module.partition(".")[2].split(".")[0]
+    return None if not name or name.startswith("_") else name
 
 
 def read_imports() -> tuple[dict[str, Box], dict[str, set[str]]]:
-    """The boxes with their modules, and part -> the parts that it imports."""
+    """The boxes with their modules, and box -> the boxes that it imports."""
     graph = grimp.build_graph("minipaged", cache_dir=None)
-    boxes: dict[str, Box] = {}
+    modules: dict[str, list[str]] = {}
     imports: dict[str, set[str]] = {}
     for module in sorted(graph.modules):
         part = part_of(module)
-        if part is None:
-            continue
-        box = boxes.setdefault(part, Box(", ".join(BASE) if part == "errors" else part, []))
-        inside = module.split(".")[2:]
-        if len(inside) == 1 and not inside[0].startswith("_"):
-            box.modules.append(inside[0])
-        others = {part_of(name) for name in graph.find_modules_directly_imported_by(module)}
-        imports.setdefault(part, set()).update(other for other in others if other not in (None, part))
-    return boxes, imports
+        if part is not None:
+            modules.setdefault(part, []).extend(name for name in module.split(".")[2:3] if not name.startswith("_"))
+            others = map(part_of, graph.find_modules_directly_imported_by(module))
+            imports.setdefault(part, set()).update(other for other in others if other not in (None, part))
+    files = [part for part in imports if not graph.find_children(f"minipaged.{part}")]
+    base = [part for part in TopologicalSorter(imports).static_order() if part in files]  # CycleError for a circle
+    base = [part for number, part in enumerate(base) if imports[part] <= set(base[:number])]
+    boxes = {part: Box(part, sorted(set(modules[part]))) for part in imports if part not in base}
+    boxes[BASE] = Box(", ".join(sorted(base)), [])
+    merged = {part: {BASE if other in base else other for other in imports[part]} for part in boxes if part != BASE}
+    return boxes, {**merged, BASE: set()}
 
 
 def place(boxes: dict[str, Box], imports: dict[str, set[str]]) -> float:
     """Rows from the top by the longest chain of importers, arrows, then left, right and top of each box; the height."""
-    bottom_up = list(TopologicalSorter(imports).static_order())  # CycleError for a circle
+    bottom_up = list(TopologicalSorter(imports).static_order())
     reach: dict[str, set[str]] = {}
     for part in bottom_up:
         reach[part] = imports[part].union(*(reach[other] for other in imports[part]))
