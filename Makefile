@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-full lint gpu-aot install clean
+.PHONY: demo test test-full lint docs gpu-aot install clean
 .DEFAULT_GOAL := demo
 
 demo: install  ## install, let the demo model write, and check it against Hugging Face
@@ -23,6 +23,11 @@ lint: install-test  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.torch  ## the documentation as a site in build/site; any warning is an error
+	$(PIP) install -q '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 gpu-aot: install-test  ## compile every GPU kernel, shipped and tuning candidates, for sm_80, sm_90 and sm_100; needs no GPU
 	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space

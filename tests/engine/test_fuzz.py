@@ -1,7 +1,7 @@
 """Differential fuzz of engine, scheduler and block manager: random workloads on 16 blocks against "the same request
 alone".
 
-`MINIPAGED_FUZZ_SECONDS` sets how long `test_long_fuzz` runs (default 600).
+`MINIPAGED_FUZZ_SECONDS` sets how long `test_long_fuzz` runs (default 1800).
 """
 
 from __future__ import annotations

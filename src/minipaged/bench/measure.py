@@ -45,6 +45,7 @@ class Run:
 
     @property
     def output_tokens(self) -> int:
+        """Generated tokens of all requests."""
         return sum(map(len, self.token_times))
 
     @property

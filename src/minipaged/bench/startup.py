@@ -50,6 +50,7 @@ class Startup:
 
     @property
     def own_s(self) -> float:
+        """Seconds without `import torch`."""
         return self.total_s - self.torch_s
 
     @property

@@ -35,10 +35,12 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def output_tokens(self) -> int:
+        """Tokens that all requests generate."""
         return sum(request.output_tokens for request in self.requests)
 
     def for_vocabulary(self, vocab_size: int) -> Workload:

@@ -61,6 +61,7 @@ class PoolSnapshot:
 
     @property
     def blocks_in_use(self) -> int:
+        """Blocks in at least one table; a shared one counts once."""
         return len(self.owners)
 
     def tokens_in(self, block: int, sequence: int) -> int:

@@ -125,11 +125,13 @@ class ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
+        """The text that is certain after this token."""
         if self._skip and self._tokenizer.is_special(token_id):
             return ""
         return self._decoder.decode(self._tokenizer.id_to_bytes(token_id))
 
     def flush(self) -> str:
+        """The rest, at the end: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -150,6 +152,7 @@ class WindowStream:
         self._context = 0
 
     def push(self, token_id: int) -> str:
+        """The text that is certain after this token."""
         if self._skip and self._tokenizer.is_special(token_id):
             return ""
         self._ids.append(token_id)
@@ -159,6 +162,7 @@ class WindowStream:
         return self._advance(text)
 
     def flush(self) -> str:
+        """The rest, at the end, incomplete characters included."""
         return self._advance(self._decode(self._ids))
 
     def _advance(self, text: str) -> str:

@@ -69,7 +69,9 @@ class StepResult:
 class Runner(Protocol):
     """Forward pass + sampling. May raise: the engine then fails this step's requests and goes on."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run the block copies, then one forward pass, then sampling; one `RowResult` per row, in the plan's order."""
+        ...
 
     def release(self, sequence_ids: Seq[int]) -> None:
         """These sequences are gone or preempted: drop what is kept per sequence."""

@@ -19,15 +19,29 @@ class ModelDefaults(Protocol):
     """What a model's folder says about generating; None = nothing."""
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text; empty if there are none."""
+        ...
+
     @property
-    def temperature(self) -> float | None: ...
+    def temperature(self) -> float | None:
+        """None = not stated: 1, which changes nothing."""
+        ...
+
     @property
-    def top_p(self) -> float | None: ...
+    def top_p(self) -> float | None:
+        """None = not stated: 1, which changes nothing."""
+        ...
+
     @property
-    def top_k(self) -> int | None: ...
+    def top_k(self) -> int | None:
+        """None = not stated: every token may be drawn."""
+        ...
+
     @property
-    def repetition_penalty(self) -> float | None: ...
+    def repetition_penalty(self) -> float | None:
+        """None = not stated: 1, which changes nothing."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -21,4 +21,5 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
+        """Tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens

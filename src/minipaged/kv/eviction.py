@@ -64,12 +64,13 @@ class RankedPolicy:
         raise NotImplementedError(f"{type(self).__name__} must define rank(block, released)")
 
     def insert(self, block: int) -> None:
-        pass
+        """`block` got a new cache entry. Ignored here; a subclass may start to count."""
 
     def hit(self, block: int) -> None:
-        pass
+        """`block` was found through its prefix. Ignored here."""
 
     def add(self, block: int, released: int) -> None:
+        """`block` became a candidate: fix its rank. O(log candidates)."""
         rank = self.rank(block, released)
         self._ranks[block] = rank
         heappush(self._heap, (rank, block))
@@ -78,9 +79,11 @@ class RankedPolicy:
             heapify(self._heap)
 
     def remove(self, block: int) -> None:
+        """`block` is no candidate any more. O(1); the heap forgets it later."""
         del self._ranks[block]
 
     def evict(self) -> int:
+        """Take the candidate of the lowest rank; among equals, of the lowest id."""
         while True:
             rank, block = heappop(self._heap)
             if block in self._ranks and self._ranks[block] == rank:
@@ -103,9 +106,11 @@ class LeastFrequentlyUsed(RankedPolicy):
         self._hits: dict[int, int] = {}
 
     def insert(self, block: int) -> None:
+        """Count from zero: the hits of its former content are forgotten."""
         self._hits[block] = 0
 
     def hit(self, block: int) -> None:
+        """Count one."""
         self._hits[block] += 1
 
     def rank(self, block: int, released: int) -> tuple[int, int]:

@@ -60,10 +60,12 @@ class PagedKVCache:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of keys and values."""
         return self.key_cache.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where keys and values are."""
         return self.key_cache.device
 
     @property

@@ -46,6 +46,7 @@ class Entry:
 
     @property
     def alive(self) -> bool:
+        """Whether a block still holds its tokens; False once it was evicted."""
         return self.block >= 0
 
 

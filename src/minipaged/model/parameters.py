@@ -47,6 +47,7 @@ class Parameter:
 
 
 def layer_prefix(index: int) -> str:
+    """What the names of layer `index` (from 0) start with in a checkpoint."""
     return f"model.layers.{index}."
 
 

@@ -30,6 +30,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
 
 
 def check(code: int) -> None:
+    """Raise the exception that belongs to a kernel's return code; 0 is success."""
     if code:
         kind, message = _ERRORS[code]
         raise kind(message)
@@ -39,6 +40,8 @@ _Kernel = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)
 
 
 class KernelTable(ctypes.Structure):
+    """`mp_kernels` of native/api.h: one entry per kernel, each takes a pointer to its argument struct."""
+
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("pack", _Kernel),

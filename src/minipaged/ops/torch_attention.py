@@ -97,6 +97,7 @@ class StepRows:
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> StepRows:
+        """Sort the rows of a step into decodes, prefills and empty ones."""
         starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         decode, prefill, empty = [], [], []
         for row, length in enumerate(lengths):

@@ -25,6 +25,7 @@ class TorchWeight:
 
     @classmethod
     def load(cls, weight: Tensor, bias: Tensor | None, *, use: str) -> TorchWeight:
+        """Copy weight [out, in] and bias [out] into the layout that `use` asks for (see `Backend.pack_linear`)."""
         weight = weight.detach()
         pack = use != "embed" and weight.device.type == "cpu" and packing_works(weight.dtype)
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous()) if pack else None

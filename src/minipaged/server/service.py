@@ -44,6 +44,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The model's, or None for one that takes token ids only."""
         return self.llm.engine.tokenizer
 
     def need_tokenizer(self) -> Tokenizer:

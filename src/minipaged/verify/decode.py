@@ -62,6 +62,7 @@ class Teacher:
     steps: dict[Prompt, int] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Pass on, look at the logits, and replace each drawn token by the one of Hugging Face."""
         tap = LogitsTap(self.model)
         with observed(self.model, tap):
             result = self.inner.execute(plan)
@@ -82,6 +83,7 @@ class Teacher:
         return result
 
     def release(self, sequence_ids: Sequence[int]) -> None:
+        """Pass on."""
         self.inner.release(sequence_ids)
 
 
@@ -99,6 +101,8 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """Of one run: what was drawn after each prompt, in how many steps, and the engine's counts at its end."""
+
     taken: dict[Prompt, list[Taken]]
     steps: dict[Prompt, int]
     stats: EngineStats

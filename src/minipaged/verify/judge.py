@@ -45,6 +45,7 @@ class ErrorFigures:
 
     @property
     def max_relative(self) -> float:
+        """The worst token's error relative to its result; 0 without tokens."""
         return max(self.relative_per_token, default=0.0)
 
 
@@ -74,6 +75,7 @@ class OpResult:
 
     @property
     def passed(self) -> bool:
+        """Whether the error stays within its limit."""
         return self.error <= self.limit
 
     @property
@@ -140,10 +142,12 @@ class Claim:
 
     @property
     def passed(self) -> bool:
+        """Something was compared and lies within the limit; a limit of 0 asks for the same bits."""
         return self.rows_compared > 0 and self.max_abs <= self.limit and (self.limit > 0 or self.identical)
 
     @property
     def identical(self) -> bool:
+        """Whether every row has the same bits."""
         return self.rows_identical == self.rows_compared
 
 
@@ -195,6 +199,7 @@ class Report:
 
     @property
     def near_ties(self) -> list[TokenResult]:
+        """Tokens that differ where Hugging Face's own margin is too small to decide."""
         return [token for token in self.tokens if token.verdict == "near tie"]
 
     @property
@@ -230,6 +235,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
+        """Whether no bug was found."""
         return not self.bugs
 
     def to_dict(self) -> dict[str, Any]:

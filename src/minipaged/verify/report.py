@@ -78,6 +78,7 @@ def headline(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
+    """The last line, in Rich's markup: passed, or how many bugs and the first of them."""
     if report.passed:
         return f"[green]passed[/green] in {report.seconds:.1f} s"
     count = len(report.bugs)

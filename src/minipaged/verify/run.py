@@ -239,6 +239,7 @@ def _processor() -> str:
 
 
 def describe_versions() -> dict[str, str]:
+    """Versions of what took part, by name."""
     import minipaged
 
     return {
