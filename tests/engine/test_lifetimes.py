@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 
 import pytest
 from stub_engine import StubEngine, alone
 
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
+from minipaged.engine.outputs import RequestMetrics
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
 from minipaged.engine.request import Child
 from minipaged.engine.sampling_params import SamplingParams
@@ -279,6 +281,14 @@ def test_outputs_never_change_after_they_were_given() -> None:
         given += stub.step()
     assert [len(output.outputs[0].token_ids) for output in given] == [1, 2, 3, 4, 5, 6]
     assert [output.finished for output in given] == [False] * 5 + [True]
+    assert [output.metrics.finished_time is None for output in given] == [True] * 5 + [False]
+
+
+def test_a_snapshot_of_the_metrics_has_every_field() -> None:
+    names = [field.name for field in fields(RequestMetrics)]
+    metrics = RequestMetrics(**{name: number for number, name in enumerate(names)})
+    assert metrics.snapshot() == metrics
+    assert metrics.snapshot() is not metrics
 
 
 def test_metrics_follow_the_clock() -> None:
