@@ -24,8 +24,8 @@ LAYERS = (  # highest first; a layer imports from those below it, and parts that
     {"model"},
     {"ops"},
     {"kv"},
-    {"errors", "_lazy", "threads"},
-    {"cgroup"},
+    {"threads"},
+    {"errors", "_lazy", "_warnings", "cgroup", "cpu_flags"},
 )
 
 MAX_LINES = 300  # of code: without docstrings, comments and blank lines
@@ -38,6 +38,7 @@ SERVER_MAY_IMPORT = {
     "minipaged.engine",
     "minipaged.errors",
     "minipaged.model.chat_template",
+    "minipaged.model.reasoning",
     "minipaged.model.tokenizer",
 }
 

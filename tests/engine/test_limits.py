@@ -161,10 +161,6 @@ def test_the_pool_is_what_was_asked_for_first() -> None:
         assert sized(num_blocks=4).max_model_len == 81
     with pytest.raises(ValueError, match="kv_cache_memory"):
         sized(available_bytes=499, max_model_len=81)
-    for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
-        for value in (0, -1, 1.5, True, "8"):
-            with pytest.raises(ValueError, match=name):
-                sized(**{name: value})
 
 
 def test_an_automatic_pool_is_no_larger_than_what_can_be_filled() -> None:

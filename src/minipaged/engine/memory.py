@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
+from minipaged._warnings import warn
 from minipaged.kv.address import num_logical_blocks
 
 CPU_MEMORY_SHARE = 0.25
@@ -41,16 +41,9 @@ def size_pool(
 
     `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
     than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
-    requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory cannot hold one request of an
-    explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
+    requests of N * block_size + 1 tokens. ValueError if memory cannot hold one request of an explicit
+    `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
     """
-    for name, value in (
-        ("num_blocks", num_blocks),
-        ("kv_cache_memory", kv_cache_memory),
-        ("max_model_len", max_model_len),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
     if max_model_len is not None and max_model_len > model_max_len:
         raise ValueError(f"max_model_len = {max_model_len} is more than the model's {model_max_len} positions")
     wanted_len = max_model_len or model_max_len
@@ -61,7 +54,7 @@ def size_pool(
                 f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
                 f"less than max_model_len = {wanted_len}: longer ones will be refused"
             )
-            warnings.warn(note, stacklevel=3)
+            warn(note)
             return PoolSize(num_blocks, wanted_len, note)
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
@@ -84,7 +77,7 @@ def size_pool(
         f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
         f"holds {blocks} blocks; raise kv_cache_memory"
     )
-    warnings.warn(note, stacklevel=3)
+    warn(note)
     return PoolSize(blocks, blocks * block_size + 1, note)
 
 
