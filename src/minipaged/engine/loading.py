@@ -18,7 +18,14 @@ from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Journal
-from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, check_gpu_pool, gpu_pool_bytes, size_pool
+from minipaged.engine.memory import (
+    CPU_MEMORY_SHARE,
+    PoolSize,
+    check_cpu_memory,
+    check_gpu_pool,
+    gpu_pool_bytes,
+    size_pool,
+)
 from minipaged.engine.options import EngineOptions
 from minipaged.engine.runner import ModelRunner
 from minipaged.engine.sampler import Sampler
@@ -100,15 +107,20 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     )
     backend = get_backend(options.backend, device)
     note = "asked for" if options.backend else backend_note(backend.name, device)
+    dtype = resolve_dtype(options.dtype, source.dtype, device=device)
+    positions = options.max_model_len or config.max_context
+    if device.type == "cpu":
+        available = cgroup.available_memory()
+        check_cpu_memory(config, dtype.itemsize, tokens=batched_tokens + 1, positions=positions, available=available)
     with _naming(
-        f"the weights, {batched_tokens} tokens per step and {options.max_model_len or config.max_context} positions: "
+        f"the weights, {batched_tokens} tokens per step and {positions} positions: "
         "lower max_num_batched_tokens or max_model_len"
     ):
         model = Qwen3Model.load(
             config,
             source.tensors,
             backend,
-            dtype=resolve_dtype(options.dtype, source.dtype, device=device),
+            dtype=dtype,
             device=device,
             max_model_len=options.max_model_len,
             max_tokens=batched_tokens + 1,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from minipaged._warnings import warn
 from minipaged.kv.address import num_logical_blocks
+from minipaged.model.config import ModelConfig
+from minipaged.model.parameters import num_weights
 
 CPU_MEMORY_SHARE = 0.25
 """Share of the memory left after the weights that the pool takes on the CPU when nothing is said: other processes live
@@ -81,6 +83,24 @@ def size_pool(
     return PoolSize(blocks, blocks * block_size + 1, note)
 
 
+def check_cpu_memory(config: ModelConfig, itemsize: int, *, tokens: int, positions: int, available: int | None) -> None:
+    """MemoryError, before anything is allocated, if `available` bytes (None = unknown) cannot hold a model.
+
+    Counted are the weights, the buffers of a step of so many tokens (`ActivationBuffers`) and the rotary table of so
+    many positions: what is taken whatever the pool's size. itemsize: bytes of a weight.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.hidden_size + config.intermediate_size + (3 * heads + 2 * kv_heads) * config.head_dim
+    weights = num_weights(config) * itemsize
+    buffers, table = tokens * width * itemsize, positions * config.head_dim * 4
+    if available is not None and weights + buffers + table > available:
+        raise MemoryError(
+            f"memory does not hold the weights ({_gib(weights)}), {tokens} tokens per step ({_gib(buffers)}) and "
+            f"{positions} positions ({_gib(table)}): {_gib(available)} are available; lower max_num_batched_tokens or "
+            "max_model_len, or take a smaller model"
+        )
+
+
 def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
     """What the pool may take of a GPU's `total` bytes when `free` are left after the weights and a largest step.
 
@@ -104,3 +124,7 @@ def check_gpu_pool(pool_bytes: int, free: int) -> None:
             f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are "
             "free after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both out"
         )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
