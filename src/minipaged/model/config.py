@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.errors import CheckpointError, UnsupportedModelError
+from minipaged.kv.address import kv_cache_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token keeps in all layers: 2 L Hkv D itemsize."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize
+        return kv_cache_bytes(self.num_hidden_layers, 1, self.num_key_value_heads, self.head_dim, itemsize)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
