@@ -15,7 +15,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
-from minipaged.ops.native import NativeBackend, huge_page_tensor, kv_cache_storage
+from minipaged.ops.native import NativeBackend, huge_page_tensor
 
 
 def batch_of(sequences: int, context: int, queries: int, block_size: int) -> AttentionBatch:
@@ -60,8 +60,7 @@ def main() -> None:
         blocks = sequences * -(-context // block_size)
         caches = []
         for _ in range(layers):
-            storage = kv_cache_storage(blocks, kv_heads, block_size, dim, torch.bfloat16)
-            caches.append(PagedKVCache(blocks, kv_heads, block_size, dim, storage=storage))
+            caches.append(PagedKVCache(blocks, kv_heads, block_size, dim))
             caches[-1].fill_(0.01)
         batch = batch_of(sequences, context, queries, block_size)
         tokens = torch.randint(0, config.vocab_size, (sequences * queries,))

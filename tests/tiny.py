@@ -7,10 +7,14 @@ then rotate" and "rotate, then normalise" are the same function, and a wrong mod
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from minipaged.model.config import ModelConfig
+from minipaged.model.random_weights import QWEN3_SHAPES
 
 TINY: dict[str, Any] = {
     "vocab_size": 320,
@@ -24,6 +28,12 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 300,
 }
+
+
+def tiny_config() -> ModelConfig:
+    """The shape of `TINY` as this package's config: a published one made small."""
+    ours = {field.name for field in fields(ModelConfig)}
+    return replace(QWEN3_SHAPES["qwen3-0.6b"], **{name: value for name, value in TINY.items() if name in ours})
 
 
 def randomise_(model: torch.nn.Module, seed: int = 0) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from minipaged.engine.engine import Engine
-from minipaged.engine.loading import EngineOptions, LoadedEngine, load_engine
+from minipaged.engine.loading import LoadedEngine, load_engine
+from minipaged.engine.options import EngineOptions
 from minipaged.engine.outputs import CompletionOutput, RequestOutput
 from minipaged.engine.sampling_params import SamplingParams
 
@@ -367,7 +368,7 @@ def _listed(prompts: Any) -> list[Any]:
 
 def _is_token(item: object) -> bool:
     """A number, of whatever kind: the engine says so if it is no token id."""
-    return isinstance(item, Number) or getattr(item, "ndim", None) == 0
+    return isinstance(item, Number) or (hasattr(item, "__index__") and getattr(item, "ndim", 0) == 0)
 
 
 def _paired(prompts: list[Any], params: SamplingParams | Sequence[SamplingParams] | None) -> list[tuple[Any, Any]]:

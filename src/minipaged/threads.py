@@ -9,10 +9,10 @@ import math
 import os
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 from minipaged import cgroup
+from minipaged._warnings import warn
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,7 @@ def set_threads(threads: int | None = None) -> int:
     with _lock:
         if _chosen is not None:
             if threads is not None and threads != _chosen:
-                warnings.warn(
-                    f"threads = {threads} has no effect: this process already computes with {_chosen}", stacklevel=3
-                )
+                warn(f"threads = {threads} has no effect: this process already computes with {_chosen}")
             return _chosen
         import torch
 

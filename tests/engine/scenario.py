@@ -88,7 +88,6 @@ class Rig:
     manager: KVBlockManager = field(init=False)
     runner: PagedStubRunner = field(init=False)
     engine: Engine = field(init=False)
-    checked_plans: int = 0
 
     def __post_init__(self) -> None:
         s = self.scenario
@@ -119,7 +118,6 @@ class Rig:
 
     def _check_limits(self, plan: StepPlan) -> None:
         self._plan = plan
-        self.checked_plans += 1
         assert plan.num_tokens <= self.scenario.budget + 1
         seats = sum(child.seats for child in self.engine.scheduler.running)
         assert seats <= self.scenario.max_num_seqs

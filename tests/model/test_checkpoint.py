@@ -145,6 +145,16 @@ def test_long_lists_are_cut(tmp_path: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("layers", [25, 10**6, 10**15])
+def test_more_layers_than_tensors_are_refused_before_any_name_is_made(
+    tmp_path: Path, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_tiny_folder(tmp_path, edit_config={"num_hidden_layers": layers, "layer_types": None})
+    monkeypatch.setattr("minipaged.model.checkpoint.parameters", None)
+    with pytest.raises(CheckpointError, match=rf"num_hidden_layers is {layers}, and there are only 24 tensors"):
+        load(folder)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("present", [True, False])
 def test_output_head(tmp_path: Path, tied: bool, present: bool) -> None:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from test_random_weights import TINY
 
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
 from minipaged.ops.torch_backend import TorchBackend
+from tiny import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ def test_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool, sh
 
     stderr = Stderr()
     monkeypatch.setattr(sys, "stderr", stderr)
-    Qwen3Model.load(TINY, RandomWeights(TINY), TorchBackend(), dtype=torch.float32, progress=progress)
+    config = tiny_config()
+    Qwen3Model.load(config, RandomWeights(config), TorchBackend(), dtype=torch.float32, progress=progress)
     assert ("Loading weights" in stderr.getvalue()) == shown
     assert bool(stderr.getvalue()) == shown

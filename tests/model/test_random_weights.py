@@ -14,19 +14,9 @@ from minipaged.model.parameters import parameters, weight_bytes_per_step
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import POOL, QWEN3_SHAPES, RandomWeights
 from minipaged.ops.torch_backend import TorchBackend
-from tiny import random_tokens
+from tiny import TINY, random_tokens, tiny_config
 
-TINY = replace(
-    QWEN3_SHAPES["qwen3-0.6b"],
-    vocab_size=320,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-)
+SMALL = tiny_config()
 
 
 def count(config: ModelConfig) -> int:
@@ -52,20 +42,8 @@ def test_parameter_names_are_those_of_transformers() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     for tied, bias in ((True, False), (False, True)):
-        ours = parameters(replace(TINY, tie_word_embeddings=tied, attention_bias=bias))
-        theirs = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=320,
-                hidden_size=64,
-                intermediate_size=96,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                tie_word_embeddings=tied,
-                attention_bias=bias,
-            )
-        )
+        ours = parameters(replace(SMALL, tie_word_embeddings=tied, attention_bias=bias))
+        theirs = Qwen3ForCausalLM(Qwen3Config(**{**TINY, "tie_word_embeddings": tied, "attention_bias": bias}))
         assert {name: want.shape for name, want in ours.items()} == {
             name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()
         }
@@ -107,7 +85,7 @@ def test_tensor_larger_than_the_pool_is_filled() -> None:
 
 
 def test_a_model_runs_without_a_file() -> None:
-    model = Qwen3Model.load(TINY, RandomWeights(TINY), TorchBackend(), dtype=torch.float32, progress=False)
+    model = Qwen3Model.load(SMALL, RandomWeights(SMALL), TorchBackend(), dtype=torch.float32, progress=False)
     logits = Driver(model, 4).step({0: random_tokens(20), 1: random_tokens(3, seed=1)})
     assert logits.shape == (23, 320)
     assert torch.isfinite(logits).all()

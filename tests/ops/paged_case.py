@@ -30,6 +30,12 @@ class PagedCase:
     def arguments(self) -> tuple[Tensor, ...]:
         return *self.decode_arguments, self.query_start_loc
 
+    def chunk(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Arguments for tokens start : stop of the one sequence there is, all tokens before them being in the cache."""
+        lengths = torch.tensor([stop], dtype=torch.int32)
+        starts = torch.tensor([0, stop - start], dtype=torch.int32)
+        return self.query[start:stop], self.key_cache, self.value_cache, self.block_tables, lengths, starts
+
     def expected(self, scale: float | None = None) -> Tensor:
         """Plain softmax attention over each sequence's own K and V, float64 [T, Hq, D]."""
         starts = self.query_start_loc.tolist()

@@ -30,15 +30,7 @@ def test_c22_any_chunking_of_a_prompt(backend: str, chunk: int) -> None:
     expected = whole.expected()
     for start in range(0, 23, chunk):
         stop = min(start + chunk, 23)
-        out = paged_attention_varlen(
-            whole.query[start:stop],
-            whole.key_cache,
-            whole.value_cache,
-            whole.block_tables,
-            torch.tensor([stop], dtype=torch.int32),
-            torch.tensor([0, stop - start], dtype=torch.int32),
-            backend=backend,
-        )
+        out = paged_attention_varlen(*whole.chunk(start, stop), backend=backend)
         assert_near(out, expected[start:stop], 1e-5)
 
 

@@ -247,3 +247,23 @@ def events(response: httpx.Response) -> list[Any]:
     """The JSON of each server-sent event; "[DONE]" stays a string."""
     datas = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+def read_until(sock: socket.socket, wanted: bytes) -> bytes:
+    data = b""
+    while wanted not in data:
+        more = sock.recv(65536)
+        assert more, data
+        data += more
+    return data
+
+
+def refusal(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error object; checks that it is one, in JSON, whatever the request asked for, without a traceback."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert "Traceback" not in response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error

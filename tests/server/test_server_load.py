@@ -9,26 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_rig import Rig, events, stub_rig, wait_until
+from server_rig import Rig, events, read_until, stub_rig, wait_until
 
 from minipaged.server import lifecycle
 
 BODY = {"prompt": "hi", "max_tokens": 400}
-
-
-def read_until(sock: socket.socket, wanted: bytes) -> bytes:
-    data = b""
-    while wanted not in data:
-        more = sock.recv(65536)
-        assert more, data
-        data += more
-    return data
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -267,122 +257,3 @@ def test_a_client_that_shuts_its_sending_side(stub: Rig) -> None:
     sock.shutdown(socket.SHUT_WR)
     stub.wait_idle()
     sock.close()
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x00\xff\xfe\x00garbage\r\n\r\n",
-        b"GET\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
-        b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(20_000)) + b"\r\n",
-        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    ],
-)
-def test_malformed_http_is_refused_and_forgotten(stub: Rig, raw: bytes) -> None:
-    sock = stub.connect()
-    answer = b""
-    try:
-        with suppress(ConnectionError):  # refused before we had said everything
-            sock.sendall(raw)
-            while more := sock.recv(65536):
-                answer += more
-                if answer.startswith(b"HTTP/1.1 2"):
-                    break
-    finally:
-        sock.close()
-    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:100]
-    assert b"Traceback" not in answer
-    stub.runner.says("ok")
-    assert stub.client.completions.create(model="stub", prompt="hi").choices[0].text == "ok"
-
-
-@pytest.mark.parametrize("where", ["runner", "scheduler"])
-def test_an_engine_that_fails_answers_500_and_goes_on(stub: Rig, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one piece: 500. In a stream: an error event, then [DONE]. Others and later ones are well."""
-
-    def fail() -> None:
-        if where == "runner":
-            stub.runner.errors = [RuntimeError("injected")]
-            return
-        scheduler = stub.llm.engine.scheduler
-        real = scheduler.schedule
-
-        def broken() -> Any:
-            monkeypatch.setattr(scheduler, "schedule", real)
-            raise RuntimeError("injected")
-
-        monkeypatch.setattr(scheduler, "schedule", broken)
-
-    for path, body in (
-        ("/v1/completions", {"prompt": ["a", "b"]}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ):
-        fail()
-        answer = stub.http.post(path, json=body)
-        assert answer.status_code == 500
-        assert "injected" in answer.json()["error"]["message"]
-        assert answer.json()["error"]["type"] == "server_error"
-        assert "Traceback" not in answer.text
-        fail()
-        stream = stub.http.post(path, json={**body, "stream": True})
-        assert stream.status_code == 200
-        error, done = events(stream)
-        assert "injected" in error["error"]["message"]
-        assert done == "[DONE]"
-        assert stub.http.get("/health").status_code == 200
-        stub.wait_idle()
-        assert stub.http.post(path, json={**body, "max_tokens": 2}).status_code == 200
-
-
-def test_a_dead_engine_is_reported_and_nobody_hangs(tokenizer_folder: Path) -> None:
-    class Fatal(BaseException):
-        pass
-
-    with stub_rig(tokenizer_folder) as rig:
-        rig.runner.errors = [Fatal("out of luck")]
-        answer = rig.http.post("/v1/completions", json=BODY)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "engine_dead"
-        health = rig.http.get("/health")
-        assert health.status_code == 503
-        assert "Fatal" in health.json()["error"]["message"]
-        assert rig.http.get("/ready").status_code == 503
-        assert rig.http.post("/v1/completions", json=BODY).status_code == 503
-        assert rig.http.get("/metrics").status_code == 200
-        assert rig.http.get("/").status_code == 200
-
-
-def test_an_engine_that_always_fails_is_dead_after_a_while(
-    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with stub_rig(tokenizer_folder) as rig:
-
-        def broken() -> Any:
-            raise RuntimeError("for ever")
-
-        monkeypatch.setattr(rig.llm.engine.scheduler, "schedule", broken)
-        codes = [rig.http.post("/v1/completions", json=BODY).status_code for _ in range(4)]
-        assert codes == [500, 500, 500, 503]
-        assert rig.http.get("/health").status_code == 503
-
-
-def test_a_step_that_takes_too_long_makes_health_fail(tokenizer_folder: Path) -> None:
-    with stub_rig(tokenizer_folder, step_timeout=0.05) as rig:
-        rig.runner.gate.clear()
-        sock = rig.send("/v1/completions", {**BODY, "max_tokens": 1})
-        wait_until(lambda: rig.http.get("/health").status_code == 503, "health has noticed")
-        assert rig.http.get("/health").json()["error"]["code"] == "step_timeout"
-        rig.runner.gate.set()
-        read_until(sock, b'"usage"')
-        sock.close()
-        assert rig.http.get("/health").status_code == 200

@@ -18,6 +18,7 @@ from minipaged.bench.frame import Report, case_part, frame
 from minipaged.bench.machine import last_level_cache_bytes
 from minipaged.bench.probes import Probes
 from minipaged.bench.sitting import Attempt, Sitting, sit
+from minipaged.kv.address import num_logical_blocks
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.dtypes import resolve_dtype
 from minipaged.ops.backend import AttentionBatch, Backend
@@ -79,7 +80,7 @@ def attention_case(
     """
     sequences, context, queries = case
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    per_sequence = -(-context // block_size)
+    per_sequence = num_logical_blocks(context, block_size)
     nbytes = 2 * sequences * context * kv_heads * dim * dtype.itemsize
     count = _copies(nbytes)
     caches = []

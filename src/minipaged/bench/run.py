@@ -14,6 +14,7 @@ from minipaged.bench.profile import Profile, profiled
 from minipaged.bench.sitting import Sitting, sit
 from minipaged.bench.steps import seconds_per_step, step_plan, work_of
 from minipaged.bench.workloads import Workload, total_length
+from minipaged.kv.address import num_logical_blocks
 
 if TYPE_CHECKING:
     from minipaged.model.source import ModelSource
@@ -177,7 +178,7 @@ def step_cases(
 def step_options(cases: Mapping[str, StepCase], block_size: int) -> dict[str, Any]:
     """Keywords of `LLM` that make pool and buffers as large as the largest case needs."""
     return {
-        "num_blocks": max(n * -(-size // block_size) for n, size, _ in cases.values()),
+        "num_blocks": max(n * num_logical_blocks(size, block_size) for n, size, _ in cases.values()),
         "max_num_batched_tokens": max(n * queries for n, _, queries in cases.values()),
         "max_num_seqs": max(n for n, _, _ in cases.values()),
         "max_model_len": max(size for _, size, _ in cases.values()),

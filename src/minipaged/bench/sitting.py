@@ -75,11 +75,6 @@ class Sitting(Generic[T]):
         """Of one figure over the kept attempts."""
         return statistics.median(figure(a.result) for a in self.kept)
 
-    def typical(self, figure: Callable[[T], float]) -> T:
-        """The kept attempt in the middle: where one whole run has to stand for all."""
-        ordered = sorted(self.kept, key=lambda a: figure(a.result))
-        return ordered[(len(ordered) - 1) // 2].result
-
 
 def sit(run: Callable[[], T], probe: Callable[[], float], *, rounds: int) -> Sitting[T]:
     """Run until `rounds` attempts were quiet, at most `RETRIES` times as many, with a probe before, between and

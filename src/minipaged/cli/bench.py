@@ -41,14 +41,11 @@ PROFILE_FLAGS = (
     Flag("profile", bool, False, "Run once more and show the time per class of operation and step."),
     Flag("plot", Path, None, "Draw the profile to this file (.svg, .png, .pdf); needs matplotlib."),
 )
+PROMPT_FLAG = Flag("prompt_tokens", int, None, "Change the length of every prompt.", min=1)
+OUTPUT_FLAG = Flag("output_tokens", int, None, "Change the number of tokens generated.", min=1)
 Model = Annotated[
     str | None, typer.Argument(help="Folder or Hub id; the bundled demo model if not given.", metavar="MODEL")
 ]
-WorkloadName = Annotated[
-    str, typer.Option("--workload", help="W1 to W5, recipe (256 sequences), shared-prefix or long-prompt.")
-]
-PromptTokens = Annotated[int | None, typer.Option(min=1, help="Change the length of every prompt.")]
-OutputTokens = Annotated[int | None, typer.Option(min=1, help="Change the number of tokens generated.")]
 
 app = typer.Typer(
     name="bench",
@@ -59,19 +56,17 @@ app = typer.Typer(
 )
 
 
+def workload_flag(default: str) -> Flag:
+    """--workload with this default."""
+    return Flag("workload", str, default, "W1 to W5, recipe (256 sequences), shared-prefix or long-prompt.")
+
+
 @app.command("latency", epilog=EXAMPLE)
-@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS)
-def latency(
-    llm: dict[str, Any],
-    bench: dict[str, Any],
-    model: Model = None,
-    workload: WorkloadName = "W1",
-    prompt_tokens: PromptTokens = None,
-    output_tokens: OutputTokens = None,
-) -> None:
+@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS, work=(workload_flag("W1"), PROMPT_FLAG, OUTPUT_FLAG))
+def latency(llm: dict[str, Any], bench: dict[str, Any], work: dict[str, Any], model: Model = None) -> None:
     """One request alone: tokens per second, time to first token, share of read bandwidth."""
     with usage_errors():
-        chosen = _workload(workload, prompt_tokens, output_tokens)
+        chosen = _workload(**work)
         if len(chosen.requests) > 1 or chosen.output_tokens < 2:
             raise ValueError(
                 f"latency measures one request that generates at least 2 tokens (W1, W5, long-prompt); "
@@ -81,33 +76,20 @@ def latency(
 
 
 @app.command("throughput", epilog="Example:  minipaged bench throughput --shape qwen3-0.6b --workload W2")
-@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS)
-def throughput(
-    llm: dict[str, Any],
-    bench: dict[str, Any],
-    model: Model = None,
-    workload: WorkloadName = "W3",
-    prompt_tokens: PromptTokens = None,
-    output_tokens: OutputTokens = None,
-) -> None:
+@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS, work=(workload_flag("W3"), PROMPT_FLAG, OUTPUT_FLAG))
+def throughput(llm: dict[str, Any], bench: dict[str, Any], work: dict[str, Any], model: Model = None) -> None:
     """Many requests at once: generated tokens per second of all together."""
     with usage_errors():
-        chosen = _workload(workload, prompt_tokens, output_tokens)
+        chosen = _workload(**work)
     _run_workload("throughput", chosen, model, llm, bench)
 
 
 @app.command("prefill", epilog="Example:  minipaged bench prefill --shape qwen3-0.6b --prompt-tokens 4096")
-@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS)
-def prefill(
-    llm: dict[str, Any],
-    bench: dict[str, Any],
-    model: Model = None,
-    workload: WorkloadName = "W4",
-    prompt_tokens: PromptTokens = None,
-) -> None:
+@with_flags(llm=ENGINE_FLAGS, bench=PROFILE_FLAGS, work=(workload_flag("W4"), PROMPT_FLAG))
+def prefill(llm: dict[str, Any], bench: dict[str, Any], work: dict[str, Any], model: Model = None) -> None:
     """A long prompt: prompt tokens per second, share of the matrix peak."""
     with usage_errors():
-        chosen = _workload(workload, prompt_tokens, 1)
+        chosen = _workload(**work, output_tokens=1)
     _run_workload("prefill", chosen, model, llm, bench)
 
 
@@ -222,10 +204,10 @@ def _run_workload(
     _finish(report, bench, profile)
 
 
-def _workload(name: str, prompt_tokens: int | None, output_tokens: int | None) -> Workload:
-    from minipaged.bench.workloads import workload
+def _workload(workload: str, prompt_tokens: int | None, output_tokens: int | None) -> Workload:
+    from minipaged.bench import workloads
 
-    return workload(name).resized(prompt_tokens, output_tokens)
+    return workloads.workload(workload).resized(prompt_tokens, output_tokens)
 
 
 def _source(

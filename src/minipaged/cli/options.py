@@ -26,19 +26,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One command-line flag: the keyword it sets, its type, its default (None = not given) and its help."""
+    """One command-line flag: the keyword it sets, its type, its default (None = not given), help, least value."""
 
     name: str
     type: Any
     default: Any
     help: str
+    min: int | None = None
 
     def parameter(self, panel: str | None) -> inspect.Parameter:
         """The Typer parameter, in this panel of --help; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
         kind = self.type if self.type is bool or self.default is not None else self.type | None
-        option = typer.Option(decl, help=self.help, rich_help_panel=panel)
+        option = typer.Option(decl, help=self.help, min=self.min, rich_help_panel=panel)
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
         )
@@ -81,7 +82,7 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
-PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark"}
+PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark", "work": "Workload"}
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from minipaged.engine.async_llm import AsyncLLM, EngineDeadError
+    from minipaged.engine.async_llm import AsyncLLM, EngineDeadError, OutputStream
     from minipaged.engine.config import EngineConfig
     from minipaged.engine.engine import Engine
     from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from minipaged.engine.plan import RowResult, Runner, SampledToken, ScheduledSequence, StepPlan, StepResult
+    from minipaged.engine.request import Request
     from minipaged.engine.sampling_params import SamplingParams
     from minipaged.engine.sequence import Sequence
     from minipaged.engine.stats import EngineStats
@@ -29,6 +30,8 @@ _HOME = {
     "EngineDeadError": "minipaged.engine.async_llm",
     "EngineStats": "minipaged.engine.stats",
     "Logprob": "minipaged.engine.outputs",
+    "OutputStream": "minipaged.engine.async_llm",
+    "Request": "minipaged.engine.request",
     "RequestMetrics": "minipaged.engine.outputs",
     "RequestOutput": "minipaged.engine.outputs",
     "RequestTooLargeError": "minipaged.errors",
@@ -50,6 +53,8 @@ __all__ = [
     "EngineDeadError",
     "EngineStats",
     "Logprob",
+    "OutputStream",
+    "Request",
     "RequestMetrics",
     "RequestOutput",
     "RequestTooLargeError",

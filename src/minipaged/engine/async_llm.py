@@ -67,9 +67,10 @@ class AsyncLLM:
     """
 
     def __init__(self, model: Any = None, **options: Any) -> None:
-        from minipaged.engine.loading import EngineOptions, load_engine
+        from minipaged.engine.loading import load_engine
+        from minipaged.engine.options import EngineOptions
 
-        loaded = load_engine(EngineOptions(model=model, **options))
+        loaded = load_engine(EngineOptions.from_keywords("AsyncLLM", {"model": model, **options}))
         self._start(loaded.engine, loaded.close_hooks)
         self.loaded = loaded
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
+from minipaged.kv.arguments import as_int
+
 if TYPE_CHECKING:
     from minipaged.engine.sampling_params import ModelDefaults
 
@@ -41,11 +43,13 @@ class EngineConfig:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "priority_ageing_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_ageing_steps"):
+            value = getattr(self, name)
+            if value is not None or name != "max_model_len":
+                number = as_int(value)
+                if number is None or number < 1:
+                    raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+                object.__setattr__(self, name, number)  # frozen: only while being created
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.scheduling_policy not in get_args(SchedulingPolicy):

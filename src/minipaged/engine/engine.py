@@ -14,22 +14,21 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
 
 from minipaged.engine.config import EngineConfig
+from minipaged.engine.intake import fit, tokenize
 from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.request import Child, Request
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.stats import EngineStats
-from minipaged.errors import RequestTooLargeError
 
 if TYPE_CHECKING:
     from minipaged.engine.outputs import FinishReason
@@ -63,9 +62,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.clock = clock
-        pool_tokens = block_manager.num_physical_blocks * block_manager.block_size
-        # The last sampled token is never written, so a pool of N slots serves N + 1 tokens.
-        self.max_model_len = config.max_model_len or pool_tokens + 1
+        self.max_model_len = config.max_model_len or self.room_for(0)
         release = getattr(runner, "release", None)
         self.scheduler = Scheduler(block_manager, config, (lambda sid: release([sid])) if release else lambda sid: None)
         self.batch_invariant = config.batch_invariant
@@ -134,8 +131,9 @@ class Engine:
             )
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
-        text, token_ids = self._tokenize(prompt)
-        params = self._fit(len(token_ids), sampling_params)
+        text, token_ids = tokenize(prompt, self.tokenizer, self.config.vocab_size)
+        room = self.room_for(len(token_ids))
+        params = fit(len(token_ids), sampling_params, room, self.config, self.block_manager)
         serial = next(self._serials)
         seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
         return Request(
@@ -161,49 +159,12 @@ class Engine:
             self._live[request.request_id] = request
             self._commands.append(("add", request))
 
-    def _tokenize(self, prompt: str | Iterable[int]) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the prompt is a string, and this model has no tokenizer: give token ids")
-            text, token_ids = prompt, list(self.tokenizer.encode(prompt))
-        elif isinstance(prompt, bytes | bytearray | Mapping | Set) or not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt is a string or a list of token ids, got {_short(prompt)}")
-        else:
-            token_ids = [_as_token_id(token) for token in prompt]
-        if not token_ids:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        low, high = min(token_ids), max(token_ids)
-        if low < 0 or (self.config.vocab_size is not None and high >= self.config.vocab_size):
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"token id {wrong} in the prompt is outside the vocabulary of {self.config.vocab_size} ids"
-            )
-        return text, token_ids
-
-    def _fit(self, prompt_len: int, params: SamplingParams) -> SamplingParams:
-        """Resolve the parameters and refuse what can never run: limits first, so that nothing waits in vain."""
-        manager, seats = self.block_manager, self.config.max_num_seqs
-        if params.n > seats:
-            raise RequestTooLargeError(f"n = {params.n} sequences never fit in max_num_seqs = {seats}: raise it")
-        if self.config.vocab_size is not None:
-            params.check_vocabulary(self.config.vocab_size)
-        pool_tokens = manager.num_physical_blocks * manager.block_size
-        room = min(self.max_model_len, pool_tokens + 1) - prompt_len
-        max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
-        if self.config.max_model_len is not None and prompt_len + max_tokens > self.max_model_len:
-            raise RequestTooLargeError(
-                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
-                f"{self.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-        needed = -(-(prompt_len + max_tokens - 1) // manager.block_size)
-        if needed > manager.num_physical_blocks:
-            raise RequestTooLargeError(
-                f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of "
-                f"{manager.block_size}, the pool has {manager.num_physical_blocks}: lower max_tokens, raise num_blocks "
-                "or kv_cache_memory"
-            )
-        return params.resolve(self.config.generation_defaults, max_tokens)
+    def room_for(self, prompt_len: int) -> int:
+        """How many tokens a request may generate after a prompt of so many; 0 or less: none."""
+        manager = self.block_manager
+        # The last sampled token is never written, so a pool of N slots serves N + 1 tokens.
+        pool_len = manager.num_physical_blocks * manager.block_size + 1
+        return min(self.config.max_model_len or pool_len, pool_len) - prompt_len
 
     # ---- the step
 
@@ -403,17 +364,3 @@ class Engine:
 def _request(row: ScheduledSequence) -> Request:
     """Whose row it is: the sequences in this engine's plans are its requests' children."""
     return cast("Child", row.sequence).request
-
-
-def _as_token_id(token: Any) -> int:
-    if not isinstance(token, bool):
-        try:
-            return operator.index(token)
-        except TypeError:
-            pass
-    raise ValueError(f"a prompt is a string or a list of token ids, got an element {_short(token)}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return f"{text[:80]}{'...' if len(text) > 80 else ''} ({type(value).__name__})"

@@ -10,16 +10,23 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minipaged import cgroup
 from minipaged.engine.batch_metadata import BatchMetadata
-from minipaged.engine.config import EngineConfig, SchedulingPolicy
+from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Journal
-from minipaged.engine.memory import CPU_MEMORY_SHARE, PoolSize, check_gpu_pool, gpu_pool_bytes, size_pool
+from minipaged.engine.memory import (
+    CPU_MEMORY_SHARE,
+    PoolSize,
+    check_cpu_memory,
+    check_gpu_pool,
+    gpu_pool_bytes,
+    size_pool,
+)
+from minipaged.engine.options import EngineOptions
 from minipaged.engine.runner import ModelRunner
 from minipaged.engine.sampler import Sampler
 from minipaged.engine.warm_up import warm_up
@@ -33,52 +40,15 @@ from minipaged.threads import available_processors, set_threads
 if TYPE_CHECKING:
     import torch
 
-    from minipaged.kv import EvictionPolicy
     from minipaged.model.qwen3 import Qwen3Model
     from minipaged.model.source import ModelSource
     from minipaged.ops.backend import Backend
 
 logger = logging.getLogger(__name__)
 
-_SIZES = {  # name -> whether it may be None
-    "block_size": False,
-    "max_num_seqs": False,
-    "max_num_batched_tokens": True,
-    "num_blocks": True,
-    "kv_cache_memory": True,
-    "max_model_len": True,
-}
-_LARGEST_SIZE = 1 << 62
-
 GRAPHS_VARIABLE = "MINIPAGED_CUDA_GRAPHS"
 """Environment variable: 0 = decode without CUDA graphs, for debugging."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """The keywords of `LLM` and `AsyncLLM`; see `LLM` for what they mean."""
-
-    model: str | Path | ModelSource | None = None
-    tokenizer: str | Path | Tokenizer | None = None
-    revision: str | None = None
-    dtype: str | torch.dtype = "auto"
-    device: str | torch.device = "auto"
-    backend: str | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    kv_cache_memory: int | None = None
-    gpu_memory_utilization: float = 0.9
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    eviction_policy: str | EvictionPolicy = "lru"
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    seed: int = 0
-    threads: int | None = None
-    check_invariants: bool = False
-    kv_journal: str | Path | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +88,6 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     """Load the model and set up everything else. Errors name the option to change; nothing is left behind if one is
     raised.
     """
-    _check(options)
     threads = set_threads(options.threads)  # before the first tensor operation
 
     from minipaged.model.dtypes import resolve_dtype
@@ -138,15 +107,20 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     )
     backend = get_backend(options.backend, device)
     note = "asked for" if options.backend else backend_note(backend.name, device)
+    dtype = resolve_dtype(options.dtype, source.dtype, device=device)
+    positions = options.max_model_len or config.max_context
+    if device.type == "cpu":
+        available = cgroup.available_memory()
+        check_cpu_memory(config, dtype.itemsize, tokens=batched_tokens + 1, positions=positions, available=available)
     with _naming(
-        f"the weights, {batched_tokens} tokens per step and {options.max_model_len or config.max_context} positions: "
+        f"the weights, {batched_tokens} tokens per step and {positions} positions: "
         "lower max_num_batched_tokens or max_model_len"
     ):
         model = Qwen3Model.load(
             config,
             source.tensors,
             backend,
-            dtype=resolve_dtype(options.dtype, source.dtype, device=device),
+            dtype=dtype,
             device=device,
             max_model_len=options.max_model_len,
             max_tokens=batched_tokens + 1,
@@ -226,31 +200,6 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         loaded.close_hooks.append(journal.close)
     logger.info("%s", loaded.summary())
     return loaded
-
-
-def _check(options: EngineOptions) -> None:
-    """What can be refused before anything is loaded."""
-    for name, optional in _SIZES.items():
-        value: Any = getattr(options, name)
-        if (value is not None or not optional) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
-        if value is not None and value > _LARGEST_SIZE:
-            raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
-    if isinstance(options.seed, bool) or not isinstance(options.seed, Integral):
-        raise ValueError(f"seed must be an integer, got {options.seed!r}")
-    share = options.gpu_memory_utilization
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}")
-    for name in ("model", "tokenizer", "kv_journal"):
-        value = getattr(options, name)
-        if isinstance(value, str | Path) and not str(value).strip("\0"):
-            raise ValueError(f"{name} must be None or a name, got {value!r}")
-        if isinstance(value, bytes | int | float):
-            raise ValueError(f"{name} must be None or a string, got {value!r}")
-    for name in ("enable_prefix_caching", "check_invariants"):
-        if not isinstance(getattr(options, name), bool):
-            raise ValueError(f"{name} must be True or False, got {getattr(options, name)!r}")
-    EngineConfig(scheduling_policy=options.scheduling_policy)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
+from minipaged._warnings import warn
 from minipaged.kv.address import num_logical_blocks
+from minipaged.model.config import ModelConfig
+from minipaged.model.parameters import num_weights
 
 CPU_MEMORY_SHARE = 0.25
 """Share of the memory left after the weights that the pool takes on the CPU when nothing is said: other processes live
@@ -41,16 +43,9 @@ def size_pool(
 
     `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
     than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
-    requests of N * block_size + 1 tokens. ValueError for impossible values, or if memory cannot hold one request of an
-    explicit `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
+    requests of N * block_size + 1 tokens. ValueError if memory cannot hold one request of an explicit
+    `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
     """
-    for name, value in (
-        ("num_blocks", num_blocks),
-        ("kv_cache_memory", kv_cache_memory),
-        ("max_model_len", max_model_len),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
     if max_model_len is not None and max_model_len > model_max_len:
         raise ValueError(f"max_model_len = {max_model_len} is more than the model's {model_max_len} positions")
     wanted_len = max_model_len or model_max_len
@@ -61,7 +56,7 @@ def size_pool(
                 f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
                 f"less than max_model_len = {wanted_len}: longer ones will be refused"
             )
-            warnings.warn(note, stacklevel=3)
+            warn(note)
             return PoolSize(num_blocks, wanted_len, note)
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
@@ -84,8 +79,26 @@ def size_pool(
         f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
         f"holds {blocks} blocks; raise kv_cache_memory"
     )
-    warnings.warn(note, stacklevel=3)
+    warn(note)
     return PoolSize(blocks, blocks * block_size + 1, note)
+
+
+def check_cpu_memory(config: ModelConfig, itemsize: int, *, tokens: int, positions: int, available: int | None) -> None:
+    """MemoryError, before anything is allocated, if `available` bytes (None = unknown) cannot hold a model.
+
+    Counted are the weights, the buffers of a step of so many tokens (`ActivationBuffers`) and the rotary table of so
+    many positions: what is taken whatever the pool's size. itemsize: bytes of a weight.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.hidden_size + config.intermediate_size + (3 * heads + 2 * kv_heads) * config.head_dim
+    weights = num_weights(config) * itemsize
+    buffers, table = tokens * width * itemsize, positions * config.head_dim * 4
+    if available is not None and weights + buffers + table > available:
+        raise MemoryError(
+            f"memory does not hold the weights ({_gib(weights)}), {tokens} tokens per step ({_gib(buffers)}) and "
+            f"{positions} positions ({_gib(table)}): {_gib(available)} are available; lower max_num_batched_tokens or "
+            "max_model_len, or take a smaller model"
+        )
 
 
 def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
@@ -111,3 +124,7 @@ def check_gpu_pool(pool_bytes: int, free: int) -> None:
             f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are "
             "free after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both out"
         )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

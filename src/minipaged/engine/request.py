@@ -229,5 +229,5 @@ class Request:
             outputs=[child.output() for child in self.children],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics,
+            metrics=self.metrics.snapshot(),
         )

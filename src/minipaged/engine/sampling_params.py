@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
+from minipaged.kv.arguments import as_int
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -199,10 +201,11 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not _is_int(value) or (low is not None and value < low):
+        number = as_int(value)
+        if number is None or (low is not None and number < low):
             wanted = "an integer" + ("" if low is None else f" of at least {low}") + (" or None" if optional else "")
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
-        self._set(name, int(value))
+        self._set(name, number)
 
     def _check_float(
         self, name: str, low: float, high: float = math.inf, *, optional: bool = False, exclusive: bool = False
@@ -228,9 +231,13 @@ class SamplingParams:
         given = self.stop_token_ids
         if given is None:
             return ()
-        if not isinstance(given, Sequence) or isinstance(given, str) or not all(_is_int(i) and i >= 0 for i in given):
+        listed = given.tolist() if hasattr(given, "tolist") else given
+        whole = isinstance(listed, Sequence) and not isinstance(listed, str)
+        ids = [as_int(token) for token in listed] if whole else [None]
+        checked = tuple(token for token in ids if token is not None and token >= 0)
+        if len(checked) < len(ids):
             raise ValueError(f"stop_token_ids must be a list of integers of at least 0, got {given!r}")
-        return tuple(int(i) for i in given)
+        return checked
 
     def _checked_bias(self) -> dict[int, float] | None:
         given = self.logit_bias
@@ -238,16 +245,15 @@ class SamplingParams:
             return None
         if not isinstance(given, Mapping):
             raise ValueError(f"logit_bias must map token ids to numbers, got {given!r}")
+        checked: dict[int, float] = {}
         for token_id, bias in given.items():
-            if not _is_int(token_id) or token_id < 0:
+            number = as_int(token_id)
+            if number is None or number < 0:
                 raise ValueError(f"logit_bias must have integers of at least 0 as token ids, got {token_id!r}")
             if not _is_number(bias) or not -100.0 <= bias <= 100.0:
                 raise ValueError(f"logit_bias must have values from -100 to 100, got {bias!r} for token id {token_id}")
-        return {int(token_id): float(bias) for token_id, bias in given.items()} or None
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+            checked[number] = float(bias)
+        return checked or None
 
 
 def _is_number(value: object) -> bool:

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
 
+def as_int(value: Any) -> int | None:
+    """`value` as an int if it is an integer of any kind (numpy's too: whatever has `__index__`), None for anything
+    else, bools included.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        return index(value)
+    except TypeError:
+        return None
+
+
 def checked_int(name: str, value: Any, *, minimum: int | None = None) -> int:
-    """`value` as an int (numpy integers too, but no bool). TypeError or ValueError with the name otherwise."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    """`as_int`; TypeError or ValueError with the name for anything else, or less than `minimum`."""
+    number = as_int(value)
+    if number is None:
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    number = index(value)
     if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {number}")
     return number
+
+
+def checked_order(free_order: Sequence[int] | None, num_blocks: int) -> list[int]:
+    """The order as a list of ints, ascending for None. ValueError unless it names each block once."""
+    if free_order is None:
+        return list(range(num_blocks))
+    order = [checked_int("free_order", block, minimum=0) for block in free_order]
+    if sorted(order) != list(range(num_blocks)):
+        raise ValueError(
+            f"free_order must name each block 0..{num_blocks - 1} once, "
+            f"got {len(order)} entries, {len(set(order))} different"
+        )
+    return order
 
 
 def id_list(sequence_ids: Any) -> list[int]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv.address import num_logical_blocks, slot
-from minipaged.kv.arguments import checked_int, id_list
+from minipaged.kv.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener
@@ -54,10 +54,11 @@ class KVBlockManager:
         space is needed.
     free_order: initial order of the free queue, a permutation of the block numbers; None = ascending.
     eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own.
-    listener: called with a `BlockEvent` for each change; see there.
+    listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
-    Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed. Unknown
-    sequence ids raise UnknownSequenceError, a KeyError with the id.
+    Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
+    the listener that raises, see `kv.events.Listener`). Unknown sequence ids raise UnknownSequenceError, a KeyError
+    with the id.
     """
 
     def __init__(
@@ -75,14 +76,7 @@ class KVBlockManager:
         self.enable_prefix_caching = bool(enable_prefix_caching)
         if listener is not None and not callable(listener):
             raise TypeError(f"listener must be callable, got {listener!r}")
-        order = list(range(self.num_physical_blocks))
-        if free_order is not None:
-            order = [checked_int("free_order", block, minimum=0) for block in free_order]
-            if sorted(order) != list(range(self.num_physical_blocks)):
-                raise ValueError(
-                    f"free_order must name each block 0..{self.num_physical_blocks - 1} once, "
-                    f"got {len(order)} entries, {len(set(order))} different"
-                )
+        order = checked_order(free_order, self.num_physical_blocks)
         self.sequences: dict[int, SequenceState] = {}
         self._commits: dict[int, CommitState] = {}
         self._held: set[int] = set()  # blocks of allocate_block
@@ -161,14 +155,9 @@ class KVBlockManager:
 
         OutOfBlocksError if it needs a block and none is left.
         """
-        state = self._state(sequence_id)
-        table = state.block_table
-        offset = state.sequence_length % self.block_size
-        if offset == 0 or self._pool.ref_count[table[-1]] > 1:
-            self._reserve(state, 1)
-        state.sequence_length += 1
-        self._num_tokens += 1
-        return table[-1] * self.block_size + offset
+        new = self._append_one(self._state(sequence_id))
+        self._pool.tell()
+        return new
 
     def append_tokens(self, sequence_id: int, num_tokens: int) -> list[int]:
         """Make room for `num_tokens` tokens, all or nothing; returns their flat slots.
@@ -185,21 +174,24 @@ class KVBlockManager:
         for logical in range(start // size, len(state.block_table)):
             first = state.block_table[logical] * size
             slots.extend(range(first + max(start - logical * size, 0), first + min(end - logical * size, size)))
+        self._pool.tell()
         return slots
 
     def slot_mapping_for_append(self, sequence_ids: Iterable[int]) -> Tensor:
         """One token for each of B distinct sequences, all or nothing: their flat slots, int64 [B]."""
         import torch
 
-        ids = id_list(sequence_ids)
-        states = [self._state(sequence_id) for sequence_id in ids]
+        states = [self._state(sequence_id) for sequence_id in id_list(sequence_ids)]
+        ids = [state.sequence_id for state in states]
         if len(set(ids)) < len(ids):
             twice = next(sequence_id for place, sequence_id in enumerate(ids) if sequence_id in ids[:place])
             raise ValueError(
                 f"sequence {twice} occurs twice in the batch; use append_tokens for several tokens of one sequence"
             )
         self._check_room_for_one_each(states)
-        return torch.tensor([self.append_token(sequence_id) for sequence_id in ids], dtype=torch.int64)
+        slots = [self._append_one(state) for state in states]
+        self._pool.tell()
+        return torch.tensor(slots, dtype=torch.int64)
 
     def slot_of(self, sequence_id: int, token_pos: int) -> int:
         """Flat slot of the token at `token_pos`: the article's address translation.
@@ -224,9 +216,9 @@ class KVBlockManager:
         for logical, block in enumerate(parent.block_table):
             self._pool.share(block)
             self._pool.emit("share", block, child_id, logical)
-        commit = self._commits[parent_id]
-        child = self._add_sequence(child_id, list(parent.block_table), commit.fork())
-        child.sequence_length = parent.sequence_length
+        commit = self._commits[parent.sequence_id].fork()
+        child = self._add_sequence(child_id, list(parent.block_table), commit, parent.sequence_length)
+        self._pool.tell()
         return child
 
     def take_block_copies(self) -> list[tuple[int, int]]:
@@ -249,6 +241,7 @@ class KVBlockManager:
             if self._pool.give_back(state.block_table[logical], state.sequence_id, logical):
                 self._num_tokens -= tokens
             tokens = self.block_size
+        self._pool.tell()
 
     # --- single blocks ---
 
@@ -258,6 +251,7 @@ class KVBlockManager:
         block = self._pool.take()
         self._held.add(block)
         self._pool.emit("allocate", block)
+        self._pool.tell()
         return block
 
     def free_block(self, block_id: int) -> None:
@@ -272,6 +266,7 @@ class KVBlockManager:
             )
         self._held.remove(block)
         self._pool.give_back(block)
+        self._pool.tell()
 
     # --- tensors for the kernels ---
 
@@ -323,8 +318,8 @@ class KVBlockManager:
                 self._num_tokens += self.block_size
             self._pool.policy.hit(block)
             self._pool.emit("share", block, sequence_id, logical)
-        state = self._add_sequence(sequence_id, table, commit)
-        state.sequence_length = commit.committed
+        state = self._add_sequence(sequence_id, table, commit, commit.committed)
+        self._pool.tell()
         return state
 
     def commit_tokens(self, sequence_id: int, token_ids: Iterable[int]) -> None:
@@ -347,6 +342,7 @@ class KVBlockManager:
         if self.enable_prefix_caching:
             commit.add(self._pool, state, tokens)
         commit.committed = end
+        self._pool.tell()
 
     def reset_prefix_cache(self) -> None:
         """Forget every entry; idle blocks become free, blocks in use stay with their owners.
@@ -358,6 +354,7 @@ class KVBlockManager:
         for commit in self._commits.values():
             if commit.committed:
                 commit.detach()
+        self._pool.tell()
 
     # --- checks ---
 
@@ -379,10 +376,13 @@ class KVBlockManager:
     # --- inside ---
 
     def _state(self, sequence_id: int) -> SequenceState:
-        try:
-            return self.sequences[sequence_id]
-        except KeyError:
-            raise UnknownSequenceError(sequence_id) from None
+        state = self.sequences.get(sequence_id)
+        if state is None:
+            number = as_int(sequence_id)  # what stands for an integer without being equal to it: a tensor, say
+            state = None if number is None else self.sequences.get(number)
+            if state is None:
+                raise UnknownSequenceError(sequence_id)
+        return state
 
     def _new_id(self, sequence_id: int) -> int:
         sequence_id = checked_int("sequence_id", sequence_id)
@@ -396,8 +396,8 @@ class KVBlockManager:
             raise ValueError(f"block {block} is outside the pool of {self.num_physical_blocks} blocks")
         return block
 
-    def _add_sequence(self, sequence_id: int, table: list[int], commit: CommitState) -> SequenceState:
-        state = SequenceState(sequence_id, 0, table)
+    def _add_sequence(self, sequence_id: int, table: list[int], commit: CommitState, length: int = 0) -> SequenceState:
+        state = SequenceState(sequence_id, length, table)
         self.sequences[sequence_id] = state
         self._commits[sequence_id] = commit
         return state
@@ -421,6 +421,16 @@ class KVBlockManager:
             if not self._pool.has_destinations(1):
                 needed = max(needed, self._pool.num_available + 1)
         return needed
+
+    def _append_one(self, state: SequenceState) -> int:
+        """`append_token`, before the listener hears of it."""
+        table = state.block_table
+        offset = state.sequence_length % self.block_size
+        if offset == 0 or self._pool.ref_count[table[-1]] > 1:
+            self._reserve(state, 1)
+        state.sequence_length += 1
+        self._num_tokens += 1
+        return table[-1] * self.block_size + offset
 
     def _reserve(self, state: SequenceState, num_tokens: int) -> None:
         """Take the blocks for `num_tokens` more tokens: first the copy of a shared partial block, then new ones."""

@@ -40,6 +40,7 @@ class BlockPool:
         self.copies = PendingCopies()
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
         self._listener = listener
+        self._events: list[BlockEvent] = []  # of the operation that is running
         self._releases = 0
 
     def emit(
@@ -50,9 +51,23 @@ class BlockPool:
         index: int | None = None,
         source: int | None = None,
     ) -> None:
-        """Tell the listener."""
+        """Note an event, for `tell`."""
         if self._listener is not None:
-            self._listener(BlockEvent(kind, block, sequence, index, source))
+            self._events.append(BlockEvent(kind, block, sequence, index, source))
+
+    def tell(self) -> None:
+        """The operation is over: the listener hears of all its events. Its first exception is raised after the last."""
+        if not self._events or self._listener is None:
+            return
+        events, self._events = self._events, []
+        failure: BaseException | None = None
+        for event in events:
+            try:
+                self._listener(event)
+            except BaseException as error:  # Ctrl-C too: a mirror of the tables must not miss an event
+                failure = error if failure is None else failure
+        if failure is not None:
+            raise failure
 
     @property
     def num_available(self) -> int:
@@ -140,6 +155,7 @@ class BlockPool:
         for block in [block for block in self.unreported if block not in self.copies.sources]:
             del self.unreported[block]
             self.emit("free", block)
+        self.tell()  # before the pairs leave: if the listener raises, they are still here to be asked for again
         return self.copies.drain()
 
     # --- the prefix cache ---

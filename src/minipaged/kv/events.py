@@ -36,4 +36,10 @@ class BlockEvent:
 
 
 Listener: TypeAlias = Callable[[BlockEvent], None]
-"""Called at once, in order. It must not raise and must not call the manager's mutating methods."""
+"""Called in order with all events of an operation, when the operation is complete: it may read the manager.
+
+It must not call the manager's mutating methods, and should not raise. If it does, it still gets the operation's other
+events, and the first exception comes out of the operation instead of its result, with the change made: `sequences`,
+`slot_of` and `ref_count` tell what the result would have told. Only `take_block_copies` hands nothing out then, so that
+no copy is lost: call it again.
+"""

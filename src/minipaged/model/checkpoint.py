@@ -61,6 +61,11 @@ class Checkpoint:
         are computed (`rotary_emb.inv_freq`) and the copy of a tied head are ignored. A bias that the config says is
         not there counts as unexpected: leaving it out would change the text in silence.
         """
+        if config.num_hidden_layers > len(self.shapes):  # before their names are made: there may be any number of them
+            raise CheckpointError(
+                f"{self.folder} does not match its config.json: num_hidden_layers is {config.num_hidden_layers}, "
+                f"and there are only {len(self.shapes)} tensors"
+            )
         wanted = parameters(config)
         missing = [name for name in wanted if name not in self.shapes]
         unexpected = [name for name in self.shapes if name not in wanted and not _ignored(name, config)]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minipaged.errors import CheckpointError, UnsupportedModelError
+from minipaged.kv.address import kv_cache_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of K and V that one token keeps in all layers: 2 L Hkv D itemsize."""
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * itemsize
+        return kv_cache_bytes(self.num_hidden_layers, 1, self.num_key_value_heads, self.head_dim, itemsize)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
@@ -205,23 +206,29 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
     # "swish" is transformers' other name of the same function.
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         refuse(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    _refuse_windows(raw, refuse)
+    _refuse_windows(raw, where, refuse)
 
 
-def _refuse_windows(raw: Mapping[str, Any], refuse: Any) -> None:
+def _refuse_windows(raw: Mapping[str, Any], where: str, refuse: Callable[[str], None]) -> None:
     """Sliding windows count only where they act: Qwen3 configs carry `sliding_window` and `max_window_layers`
     although switched off.
     """
     layer_types = raw.get("layer_types")
-    if layer_types is None:
-        layers, first = raw.get("num_hidden_layers") or 0, raw.get("max_window_layers", 28)
-        windowed = bool(raw.get("use_sliding_window")) and raw.get("sliding_window", 4096) is not None
-        layer_types = ["sliding_attention" if windowed and i >= first else "full_attention" for i in range(layers)]
-    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if other:
-        count = sum(kind != "full_attention" for kind in layer_types)
+    windowed = bool(raw.get("use_sliding_window")) and raw.get("sliding_window", 4096) is not None
+    if layer_types is not None:
+        other = [str(kind) for kind in layer_types if kind != "full_attention"]
+        count, total = len(other), len(layer_types)
+    elif windowed:
+        other, total = ["sliding_attention"], _Fields(raw, where).integer("num_hidden_layers")
+        first = raw.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise CheckpointError(f"{where}: max_window_layers must be an integer, found {first!r}")
+        count = max(0, total - first)
+    else:
+        return
+    if count:
         refuse(
-            f"{count} of {len(layer_types)} layers use {', '.join(other)} (use_sliding_window "
+            f"{count} of {total} layers use {', '.join(sorted(set(other)))} (use_sliding_window "
             f"{raw.get('use_sliding_window')!r}, sliding_window {raw.get('sliding_window')!r}, max_window_layers "
             f"{raw.get('max_window_layers')!r}); only full attention is supported"
         )

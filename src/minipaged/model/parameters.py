@@ -82,11 +82,14 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     return {parameter.name: parameter for parameter in found}
 
 
+def num_weights(config: ModelConfig) -> int:
+    """Numbers in all tensors of `parameters`."""
+    return sum(math.prod(parameter.shape) for parameter in parameters(config).values())
+
+
 def weight_bytes_per_step(config: ModelConfig, itemsize: int) -> int:
     """Bytes of weights that a decode step must read: everything once, but of an untied embedding table only a row per
     token.
     """
-    sizes = {parameter.name: math.prod(parameter.shape) for parameter in parameters(config).values()}
-    if not config.tie_word_embeddings:
-        del sizes[EMBEDDING]
-    return sum(sizes.values()) * itemsize
+    unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return (num_weights(config) - unread) * itemsize

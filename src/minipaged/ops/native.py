@@ -24,7 +24,6 @@ from minipaged.ops.native_library import (
     check,
     huge_page_tensor,
     instruction_sets,
-    kv_cache_storage,
     load_library,
     unavailable_reason,
 )
@@ -452,7 +451,6 @@ __all__ = [
     "NativeBackend",
     "huge_page_tensor",
     "instruction_sets",
-    "kv_cache_storage",
     "load_library",
     "unavailable_reason",
 ]

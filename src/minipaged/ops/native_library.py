@@ -109,11 +109,3 @@ def huge_page_tensor(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     owner = (ctypes.c_char * nbytes).from_address(address)
     weakref.finalize(owner, library.mp_release, address, nbytes).atexit = False
     return torch.frombuffer(owner, dtype=dtype)[: prod(shape)].view(tuple(shape))
-
-
-def kv_cache_storage(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Huge-page memory for one layer's `PagedKVCache(storage=...)`: key and value [N, Hkv, Bs, D], zeros."""
-    both = huge_page_tensor((2, num_blocks, num_kv_heads, block_size, head_dim), dtype)
-    return both[0], both[1]

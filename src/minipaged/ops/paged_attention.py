@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from minipaged.kv.address import num_logical_blocks
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import AttentionBatch, Backend
 from minipaged.ops.merge import merge_attention_states
@@ -235,7 +236,7 @@ def _check_rows(query: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> lis
 def _check_tables(cache: PagedKVCache, block_tables: Tensor, lengths: list[int]) -> None:
     """Needed entries only; anything may stand behind them."""
     width = block_tables.shape[1]
-    needed = [-(-length // cache.block_size) for length in lengths]
+    needed = [num_logical_blocks(length, cache.block_size) for length in lengths]
     for row, blocks in enumerate(needed):
         if blocks > width:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from minipaged.server.errors import ApiError, refused
 
 if TYPE_CHECKING:
-    from minipaged.engine.request import Request
+    from minipaged.engine import Request
 
 
 class Admission:

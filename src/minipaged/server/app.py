@@ -20,7 +20,7 @@ from minipaged.server.service import Service
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from minipaged.engine.async_llm import AsyncLLM
+    from minipaged.engine import AsyncLLM
     from minipaged.model.chat_template import ChatTemplate
     from minipaged.server.settings import ServerSettings
 

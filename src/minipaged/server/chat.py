@@ -19,8 +19,8 @@ from minipaged.server.service import Delta, Service, note, stream_events, usage
 from minipaged.server.tools import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
-    from minipaged.engine.request import Request as EngineRequest
+    from minipaged.engine import CompletionOutput, Logprob, RequestOutput
+    from minipaged.engine import Request as EngineRequest
 
 
 async def create(service: Service, request: Request) -> Response:

@@ -17,8 +17,8 @@ from minipaged.server.sampling import checked_logprobs, sampling_params
 from minipaged.server.service import Delta, Service, note, stream_events, usage
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import CompletionOutput, RequestOutput
-    from minipaged.engine.request import Request as EngineRequest
+    from minipaged.engine import CompletionOutput, RequestOutput
+    from minipaged.engine import Request as EngineRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -71,7 +71,7 @@ class _Call:
             assert not isinstance(token_ids, str)
             max_tokens = body.max_tokens
             if max_tokens is None:
-                max_tokens = max(1, min(DEFAULT_MAX_TOKENS, service.room_for(len(token_ids))))
+                max_tokens = max(1, min(DEFAULT_MAX_TOKENS, service.llm.engine.room_for(len(token_ids))))
             params = sampling_params(
                 body,
                 max_tokens=max_tokens,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import Logprob
+    from minipaged.engine import Logprob
     from minipaged.model.tokenizer import Tokenizer
 
 Entry = dict[int, "Logprob"]  # the token itself first, then the most likely ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.engine import SamplingParams
 from minipaged.server.errors import refused
 
 if TYPE_CHECKING:

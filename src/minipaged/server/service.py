@@ -9,17 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minipaged.engine.async_llm import EngineDeadError
+from minipaged.engine import EngineDeadError
 from minipaged.server.admission import Admission
 from minipaged.server.errors import ApiError, from_value_error, refused
 from minipaged.server.guided import Guide, TokenMask, asks_for_grammar
 from minipaged.server.metrics import Metrics
 
 if TYPE_CHECKING:
-    from minipaged.engine.async_llm import AsyncLLM, OutputStream
-    from minipaged.engine.outputs import CompletionOutput, RequestOutput
-    from minipaged.engine.request import Request
-    from minipaged.engine.sampling_params import SamplingParams
+    from minipaged.engine import AsyncLLM, CompletionOutput, OutputStream, Request, RequestOutput, SamplingParams
     from minipaged.model.chat_template import ChatTemplate
     from minipaged.model.tokenizer import Tokenizer
     from minipaged.server.protocol import GenerationBody
@@ -99,12 +96,6 @@ class Service:
             continue_final_message=continue_final_message,
             **(template_kwargs or {}),
         )
-
-    def room_for(self, prompt_tokens: int) -> int:
-        """How many tokens a request may generate after such a prompt; 0 or less: none."""
-        manager = self.llm.engine.block_manager
-        pool = manager.num_physical_blocks * manager.block_size
-        return min(self.llm.engine.max_model_len, pool + 1) - prompt_tokens
 
     def token_mask(self, body: GenerationBody, *, thought_is_open: bool = False) -> TokenMask | None:
         """The grammar that a body asks for, None if there is none."""

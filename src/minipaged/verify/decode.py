@@ -23,6 +23,7 @@ from minipaged.engine.sampler import Sampler
 from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.stats import EngineStats
 from minipaged.kv import KVBlockManager, PagedKVCache
+from minipaged.kv.address import num_logical_blocks
 from minipaged.verify.observe import LogitsTap, observed
 
 if TYPE_CHECKING:
@@ -160,11 +161,11 @@ def _pool_and_runner(
     """A pool of the setting's geometry, full of NaN, and a runner on it."""
     size = setting.block_size
     longest = max(map(len, prompts)) + num_tokens
-    blocks = setting.num_blocks or sum(-(-(len(prompt) + num_tokens) // size) for prompt in prompts) + 1
+    blocks = setting.num_blocks or sum(num_logical_blocks(len(prompt) + num_tokens, size) for prompt in prompts) + 1
     metadata = BatchMetadata(
         max_tokens=min(setting.max_num_batched_tokens, longest * len(prompts)),
         max_seqs=len(prompts),
-        max_blocks=-(-longest // size),
+        max_blocks=num_logical_blocks(longest, size),
         block_size=size,
         num_slots=blocks * size,
         device=model.device,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.stats import EngineStats
+from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.registry import get_backend
 from minipaged.threads import set_threads
@@ -91,7 +92,7 @@ def _variants(
         logits, _ = alone(Setting(block_size=block_size))
         yield "block size", f"{block_size} tokens instead of {plain.block_size}", logits, "each request alone"
 
-    blocks = 2 * sum(-(-(len(prompt) + num_tokens) // plain.block_size) for prompt in prompts)
+    blocks = 2 * sum(num_logical_blocks(len(prompt) + num_tokens, plain.block_size) for prompt in prompts)
     order = random.Random(seed).sample(range(blocks), blocks)
     logits, _ = together(Setting(num_blocks=blocks, free_order=order))
     yield "placement", "blocks handed out in random order", logits, f"starting with {order[:3]}"
@@ -101,7 +102,7 @@ def _variants(
     yield "prefix hit", "the same prompts a second time", logits, f"{hits} cached tokens" if hits else ""
 
     # Room for the longest request alone, and for every prompt, but not for what all of them grow to.
-    needs = [-(-(len(prompt) + num_tokens - 1) // 4) for prompt in prompts]
+    needs = [num_logical_blocks(len(prompt) + num_tokens - 1, 4) for prompt in prompts]
     logits, stats = together(Setting(block_size=4, num_blocks=max(*needs, sum(needs) - num_tokens // 4)))
     count = stats.preemptions
     yield "preempted", "a pool too small for all of them", logits, f"happened {count} times" if count else ""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minipaged.kv import KVBlockManager, PagedKVCache
+from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import AttentionBatch
 from minipaged.verify.judge import ErrorFigures, OpResult, Path, judge_op, measure
@@ -72,7 +73,7 @@ class _Pool:
     def __init__(self, model: Qwen3Model, prompts: Sequence[Sequence[int]], block_size: int, seed: int) -> None:
         config, self._device = model.config, model.device
         num_blocks = (
-            2 * sum(-(-len(prompt) // block_size) for prompt in prompts) + 1
+            2 * sum(num_logical_blocks(len(prompt), block_size) for prompt in prompts) + 1
         )  # half of it stays unused, and NaN
         order = list(range(num_blocks))
         random.Random(seed).shuffle(order)

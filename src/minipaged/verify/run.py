@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from minipaged.kv.address import num_logical_blocks
 from minipaged.model.checkpoint import Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
@@ -138,7 +139,7 @@ def compare_tokens(
 ) -> list[TokenResult]:
     """All paths as one batch through the engine, blocks handed out in random order; `judge_token` for every token."""
     num_tokens = len(paths[0].tokens)
-    blocks = 2 * sum(-(-(len(path.prompt) + num_tokens) // block_size) for path in paths)
+    blocks = 2 * sum(num_logical_blocks(len(path.prompt) + num_tokens, block_size) for path in paths)
     order = random.Random(seed).sample(range(blocks), blocks)
     setting = Setting(block_size=block_size, num_blocks=blocks, free_order=order, max_num_batched_tokens=24)
     scripts = {tuple(path.prompt): path.tokens for path in paths}

@@ -34,15 +34,7 @@ def test_c22_any_chunking_gives_the_same_bits(chunk: int) -> None:
     assert_near(bits, expected, 1e-5)
     for start in range(0, 83, chunk):
         stop = min(start + chunk, 83)
-        out = paged_attention_varlen(
-            whole.query[start:stop],
-            whole.key_cache,
-            whole.value_cache,
-            whole.block_tables,
-            torch.tensor([stop], dtype=torch.int32),
-            torch.tensor([0, stop - start], dtype=torch.int32),
-            backend="triton",
-        )
+        out = paged_attention_varlen(*whole.chunk(start, stop), backend="triton")
         assert_near(out, expected[start:stop], 1e-5)
         assert stop - start == 1 or torch.equal(out, bits[start:stop])
 
