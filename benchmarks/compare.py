@@ -136,7 +136,7 @@ def measure(engine: str, workload: str, home: Path, arguments: argparse.Namespac
                 command += ["--options", arguments.options]
             environment["PYTHONPATH"] = str(SOURCES)
             if engine == "vllm":
-                environment |= _vllm_variables(home, arguments.threads)
+                environment |= vllm_variables(home, arguments.threads)
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=arguments.timeout, check=False
@@ -150,7 +150,7 @@ def measure(engine: str, workload: str, home: Path, arguments: argparse.Namespac
         return result
 
 
-def _vllm_variables(home: Path, threads: int) -> dict[str, str]:
+def vllm_variables(home: Path, threads: int) -> dict[str, str]:
     """Both cores, tcmalloc and libiomp: vLLM's own advice for the CPU."""
     found = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout.splitlines()
     tcmalloc = next((line.split()[-1] for line in found if "libtcmalloc_minimal.so.4" in line), None)
@@ -184,7 +184,7 @@ def _line(run: dict[str, Any]) -> str:
     return f"{run['workload']} {run['engine']}: {shown}; read {probes} GB/s{'' if run['quiet'] else ' (disturbed)'}"
 
 
-def _list_of(known: tuple[str, ...]) -> Any:
+def list_of(known: tuple[str, ...]) -> Any:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         unknown = [name for name in names if name not in known]
@@ -199,8 +199,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     workloads = (*WORKLOADS, *EXTRAS)
     parser.add_argument("--home", type=Path, default=os.environ.get("BENCH_HOME"), help="folder of rivals/setup.sh")
-    parser.add_argument("--engines", type=_list_of(tuple(RIVALS)), help="comma-separated; default: all installed")
-    parser.add_argument("--only", type=_list_of(workloads), default=list(workloads), help="comma-separated workloads")
+    parser.add_argument("--engines", type=list_of(tuple(RIVALS)), help="comma-separated; default: all installed")
+    parser.add_argument("--only", type=list_of(workloads), default=list(workloads), help="comma-separated workloads")
     parser.add_argument("--rounds", type=int, default=3, help="of W1, W2, W4 (W3 and W5: one)")
     parser.add_argument("--retries", type=int, default=1, help="repetitions of a disturbed run")
     parser.add_argument("--threads", type=int, default=2)

@@ -127,6 +127,7 @@ def test_numbers_of_known_samples() -> None:
     assert report["errors"] == {"429: full": 1}
     assert report["output_tok_s"] == 25
     assert report["total_tok_s"] == 60
+    assert report["token_events"] == 50
     assert report["ttft_ms"]["p50"] == pytest.approx(550)
     assert report["ttft_ms"]["mean"] == pytest.approx(550)
     assert report["ttft_ms"]["p90"] == pytest.approx(910)

@@ -80,7 +80,9 @@ def _body(request: Planned, model: str, options: LoadOptions) -> dict[str, Any]:
 
 
 def summarise(samples: Sequence[Sample], duration: float, options: LoadOptions) -> dict[str, Any]:
-    """Rates over the whole duration; milliseconds at p50, p90, p99 over the requests that ended well."""
+    """Rates over the whole duration; milliseconds at p50, p90, p99 over the requests that ended well. output_tokens /
+    token_events is 1 where inter-token latency is what it says.
+    """
     good = [sample for sample in samples if sample.error is None]
     output_tokens = sum(sample.output_tokens for sample in good)
     prompt_tokens = sum(sample.prompt_tokens for sample in good)
@@ -98,6 +100,7 @@ def summarise(samples: Sequence[Sample], duration: float, options: LoadOptions) 
         "total_tok_s": (output_tokens + prompt_tokens) * per_second,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
+        "token_events": sum(len(sample.times) for sample in good),
         "cached_tokens": sum(sample.cached_tokens for sample in good),
         "ttft_ms": percentiles([sample.ttft for sample in good]),
         "tpot_ms": percentiles([sample.tpot for sample in good if sample.tpot is not None]),
