@@ -125,7 +125,7 @@ def measure(engine: str, workload: str, home: Path, arguments: argparse.Namespac
         out = Path(folder) / "result.json"
         if workload in EXTRAS:
             options = EXTRAS[workload].arguments
-            command = [sys.executable, "-m", "minipaged", "bench", *options, "--rounds", "1", "--json"]
+            command = [sys.executable, "-m", "minipaged", "bench", *options, "--rounds", "3", "--json"]
             command += ["--threads", str(arguments.threads)]
             if workload == "startup":
                 command.insert(5, str(model))

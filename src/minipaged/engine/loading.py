@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 GRAPHS_VARIABLE = "MINIPAGED_CUDA_GRAPHS"
 """Environment variable: 0 = decode without CUDA graphs, for debugging."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
+TOUCHED_TOKENS = 8192
+"""What the pool holds memory for from the start. On a virtual machine whose host lends memory when it is first written,
+fetching it during a prompt of 2048 tokens of Qwen3-0.6B took a tenth of the prefill."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             )
             for _ in range(config.num_hidden_layers)
         ]
+        for cache in caches:
+            cache.touch(num_logical_blocks(TOUCHED_TOKENS, options.block_size))
     with _naming(
         f"the buffers of a step: lower max_num_seqs = {options.max_num_seqs} or "
         f"max_num_batched_tokens = {batched_tokens}"

@@ -174,6 +174,14 @@ class PagedKVCache:
         self.key_cache.fill_(value)
         self.value_cache.fill_(value)
 
+    @torch.no_grad()
+    def touch(self, num_blocks: int) -> None:
+        """Write zeros to the first blocks: on the CPU the pages behind a block are fetched from the system when it is
+        written for the first time, and a prompt should not wait for that.
+        """
+        self.key_cache[:num_blocks].zero_()
+        self.value_cache[:num_blocks].zero_()
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros that cost neither time nor memory until a block is used; `torch.zeros` would write them all."""
