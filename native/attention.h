@@ -32,7 +32,8 @@ struct RowsAhead {
     const char *const *row, *const *end;  // keys, and then values, which lie behind them
     const char *at, *stop;
     int64_t step, bytes;
-    RowsAhead(const TileRows* next, int64_t row_bytes) : row(next ? next->row : nullptr), end(next ? next->row + 2 * TILE : nullptr), bytes(round_up(row_bytes, 64)) { enter(); }
+    RowsAhead(const TileRows* next, int64_t row_bytes)
+        : row(next ? next->row : nullptr), end(next ? next->row + 2 * TILE : nullptr), bytes(round_up(row_bytes, 64)) { enter(); }
     void enter() {  // nothing left: goes on fetching the same line
         at = row == end ? zero_row : *row;
         step = row == end ? 0 : 64;
