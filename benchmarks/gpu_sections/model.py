@@ -27,7 +27,7 @@ from minipaged.ops.triton_backend import TritonBackend
 BLOCK_SIZE = 16
 CONTEXT = 512  # of the batch-1 measurement
 SHARE_MUST = {"qwen3-0.6b": 0.25, "qwen3-4b": 0.50}
-# Read in their repositories' READMEs; other machines, quoted beside ours and not measured here.
+# Published figures as quoted in the project's issue: other machines, not measured here.
 PUBLISHED = {
     "nano-vllm, RTX 4070 laptop, Qwen3-0.6B": 1434,
     "vLLM, RTX 4070 laptop, Qwen3-0.6B": 1362,

@@ -32,18 +32,23 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the kernel is called with, apart from its grid."""
+        return {
+            **self.arguments,
+            **self.constants,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,  # a * b + c in one rounding, whatever this version of triton defaults to
+        }
+
     def run(self) -> None:
         """Start it on the current stream of its tensors' device; nothing happens for an empty grid."""
         if 0 in self.grid:
             return
         with _on_device_of(next(value for value in self.arguments.values() if isinstance(value, Tensor))):
-            self.kernel[self.grid](
-                **self.arguments,
-                **self.constants,
-                num_warps=self.num_warps,
-                num_stages=self.num_stages,
-                enable_fp_fusion=True,  # a * b + c in one rounding, whatever this version of triton defaults to
-            )
+            self.kernel[self.grid](**self.keywords)
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
