@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,3 +131,20 @@ def test_the_benchmark_script_runs(tmp_path: Path) -> None:
     for section in ("check", "decode attention", "prefill attention", "loaded", "decode, batch 1", "recipe"):
         assert section in first
     assert all(row["passed"] for row in content["rows"] if "check" in row)
+
+
+def test_a_section_of_the_benchmark_that_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+
+    def rows() -> Iterator[dict[str, object]]:
+        yield {"check": "one", "passed": True}
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    first, last = benchmark.guarded("check", rows())
+    assert first["passed"]
+    assert last == {"section": "check", "passed": False, "error": "RuntimeError: CUDA error: an illegal memory access"}
