@@ -25,7 +25,7 @@ lint: install-test  ## style and types
 	$(BIN)/mypy
 
 gpu-aot: install-test  ## compile every GPU kernel, shipped and tuning candidates, for sm_80, sm_90 and sm_100; needs no GPU
-	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space
+	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space --contract
 
 install: $(VENV)/.torch
 	$(PIP) install -q .

@@ -225,10 +225,13 @@ def wide_results_work(dtype: torch.dtype, device_type: str) -> bool:
     """Whether torch multiplies 16-bit matrices into a float32 one, and does it right; tried once."""
     if device_type != "cuda":
         return False
-    x = torch.arange(-32.0, 32.0, device=device_type).view(4, 16).to(dtype)
-    try:
-        out = torch.empty(4, 4, device=device_type)
-        torch.mm(x, x.t(), out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return torch.equal(out, x.float() @ x.float().t())
+    weight = torch.arange(-32.0, 32.0, device=device_type).view(4, 16).to(dtype)
+    for x in (weight[:1], weight):  # one row may take another way
+        try:
+            out = torch.empty(len(x), 4, device=device_type)
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        except (RuntimeError, TypeError):
+            return False
+        if not torch.equal(out, x.float() @ weight.float().t()):
+            return False
+    return True
