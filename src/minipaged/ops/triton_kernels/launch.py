@@ -17,6 +17,23 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels were built for the interpreter, which is decided when they are imported."""
 
+
+def _let_scalars_be_integers() -> None:
+    """The interpreter of triton 3.6 makes loop bounds of arrays of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED and triton.__version__.startswith("3.6."):
+    _let_scalars_be_integers()
+
 BATCH_TENSORS = ("block_tables", "seq_lens", "query_start_loc")
 """Slices of a step's tensors: not worth a compilation of their own for each alignment."""
 
