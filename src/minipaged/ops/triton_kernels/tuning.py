@@ -70,11 +70,11 @@ def varlen_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int, 
 
 SPILLING = {
     80: {(64, 64, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 64, 8), (128, 128, 4), (128, 128, 8)},
-    90: {(64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 128, 4)},
-    100: {(128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 128, 4)},
+    90: {(0, 32, 8), (0, 128, 4), (64, 128, 4), (128, 32, 4), (128, 64, 4), (128, 128, 4)},
+    100: {(0, 128, 4), (64, 128, 4), (128, 32, 4), (128, 32, 8), (128, 64, 4), (128, 128, 4)},
 }
-"""By architecture, (rows, keys, warps) of varlen tiles whose registers do not suffice at head_dim 128, as the assembler
-said (`make gpu-aot`, triton 3.6 or 3.9)."""
+"""By architecture, (rows, keys, warps) of tiles whose registers do not suffice at head_dim 128, as the assembler said
+(`make gpu-aot`, triton 3.6 or 3.9)."""
 
 
 def candidates(kind: str, head_dim: int, dtype: torch.dtype, arch: int = 90) -> list[Tile]:
