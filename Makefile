@@ -30,7 +30,7 @@ docs: $(VENV)/.torch  ## the documentation as a site in build/site; any warning 
 	@echo "open build/site/index.html"
 
 gpu-aot: install-test  ## compile every GPU kernel, shipped and tuning candidates, for sm_80, sm_90 and sm_100; needs no GPU
-	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space
+	$(BIN)/python tools/gpu/compile_kernels.py --arch 80 90 100 --tuning-space --contract
 
 install: $(VENV)/.torch
 	$(PIP) install -q .

@@ -5,7 +5,8 @@
     TRITON_INTERPRET=1 PYTHONPATH=src python benchmarks/gpu.py --rehearse     # without a GPU: does the script run?
 
 Order: ceilings (device copy, matrix product), checks against float64 (a failure ends the run with status 1 after
-everything is reported), decode and prefill attention, whole models of the 0.6B and 4B shapes with random weights.
+everything is reported), decode and prefill attention, whole models of the 0.6B and 4B shapes with random weights. A
+section that raises is reported as a failure, and the others go on.
 Every rate stands beside its ceiling, measured in the same run.
 """
 
@@ -16,6 +17,8 @@ import json
 import platform
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,31 +59,43 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def rows_of(rig: Rig, only: list[str], models: list[str], report: dict[str, Any]) -> Any:
+def rows_of(rig: Rig, only: list[str], models: list[str], report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One row after the other, each a flat dictionary."""
     backend = TritonBackend()
     bandwidth, flops = rig.copy_bandwidth(), rig.product_flops()
     report["about"] |= {"copy_GB_s": bandwidth / 1e9, "product_TFLOP_s": flops / 1e12}
     print("  ".join(f"{key}: {show(value)}" for key, value in report["about"].items()), flush=True)
     if "check" in only:
-        yield from attention.check(rig, backend)
+        yield from guarded("check of attention", attention.check(rig, backend))
     if "attention" in only:
-        yield from attention.decode(rig, backend, bandwidth)
-        yield from attention.prefill(rig, backend, flops)
+        yield from guarded("decode attention", attention.decode(rig, backend, bandwidth))
+        yield from guarded("prefill attention", attention.prefill(rig, backend, flops))
     if not {"check", "decode", "recipe"} & set(only):
         return
     for name in models:
-        start = time.perf_counter()
-        loaded = model.load(rig, name)
-        rig.synchronize()
-        yield {"loaded": name, "seconds": time.perf_counter() - start, "GB": model.model_bytes(loaded) / 1e9}
-        if "check" in only:
-            yield from model.check(rig, loaded)
-        if "decode" in only:
-            yield model.decode_one(rig, name, loaded, bandwidth)
-        if "recipe" in only:
-            yield model.recipe(rig, name, loaded)
-        del loaded
+        yield from guarded(name, model_rows(rig, only, name, bandwidth))
+
+
+def model_rows(rig: Rig, only: list[str], name: str, bandwidth: float) -> Iterator[dict[str, Any]]:
+    start = time.perf_counter()
+    loaded = model.load(rig, name)
+    rig.synchronize()
+    yield {"loaded": name, "seconds": time.perf_counter() - start, "GB": model.model_bytes(loaded) / 1e9}
+    if "check" in only:
+        yield from guarded(f"check of {name}", model.check(rig, loaded))
+    if "decode" in only:
+        yield from guarded(f"decode of {name}", model.decode_one(rig, name, loaded, bandwidth))
+    if "recipe" in only:
+        yield from guarded(f"recipe of {name}", model.recipe(rig, name, loaded))
+
+
+def guarded(section: str, rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """`rows`; an exception in them becomes a last one that failed: time on a GPU is scarce."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield {"section": section, "passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def about(rig: Rig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from minipaged.ops.triton_backend import TritonBackend
 BLOCK_SIZE = 16
 CONTEXT = 512  # of the batch-1 measurement
 SHARE_MUST = {"qwen3-0.6b": 0.25, "qwen3-4b": 0.50}
-# Read in their repositories' READMEs; other machines, quoted beside ours and not measured here.
+# Published figures as quoted in the project's issue: other machines, not measured here.
 PUBLISHED = {
     "nano-vllm, RTX 4070 laptop, Qwen3-0.6B": 1434,
     "vLLM, RTX 4070 laptop, Qwen3-0.6B": 1362,
@@ -89,7 +90,7 @@ def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> tup
     return [tokens[str(number)] for number in range(len(requests))], seconds
 
 
-def check(rig: Rig, model: Qwen3Model) -> list[dict[str, Any]]:
+def check(rig: Rig, model: Qwen3Model) -> Iterator[dict[str, Any]]:
     """Replayed steps against eager ones: the same kernels, so the same tokens.
 
     Four sequences fill a captured size. Of three, padding may let cuBLAS choose another kernel, whose last bits may
@@ -99,7 +100,6 @@ def check(rig: Rig, model: Qwen3Model) -> list[dict[str, Any]]:
     vocab = model.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=3 if rig.rehearsal else 24, ignore_eos=True, detokenize=False)
     prompts = [[rng.randrange(vocab) for _ in range(length)] for length in (1, 7, 6, 5)]
-    rows = []
     for count in (4, 3):
         shape = {"max_seqs": 4, "num_blocks": 64, "max_len": 64}
         requests = [(prompt, params) for prompt in prompts[:count]]
@@ -111,14 +111,13 @@ def check(rig: Rig, model: Qwen3Model) -> list[dict[str, Any]]:
         pairs = [(x, y) for a, b in zip(eager, replayed, strict=True) for x, y in zip(a, b, strict=True)]
         equal = sum(x == y for x, y in pairs) / len(pairs)
         works = runner.num_replays > 0 and runner.failure is None
-        rows.append({
+        yield {
             "check": f"tokens of replayed steps, {count} sequences in a graph of 4", "equal": equal,
             "replays": runner.num_replays, "failure": runner.failure, "passed": works and (count < 4 or equal >= 0.9),
-        })  # fmt: skip
-    return rows
+        }  # fmt: skip
 
 
-def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> dict[str, Any]:
+def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> Iterator[dict[str, Any]]:
     """One sequence: seconds per engine step and per replayed graph, against the bytes that a step must read."""
     context, new = (10, 3) if rig.rehearsal else (CONTEXT, 128)
     engine = make_engine(rig, model, max_seqs=1, num_blocks=64, max_len=context + new)
@@ -139,7 +138,7 @@ def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> dict
     config = model.config
     weights = model_bytes(model)
     cached = config.kv_bytes_per_token(model.dtype.itemsize) * (context + new // 2)
-    return {
+    yield {
         "decode, batch 1": name, "context": context, "tok/s": 1 / step, "step_ms": step * 1e3, "graph_ms": graph * 1e3,
         "bytes_per_step": weights + cached, "share_of_copy": (weights + cached) / step / bandwidth,
         "share_of_copy_graph_only": (weights + cached) / graph / bandwidth, "must": SHARE_MUST[name],
@@ -168,7 +167,7 @@ def _kernels_of(rig: Rig, replay: Any) -> int:
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
 
 
-def recipe(rig: Rig, name: str, model: Qwen3Model) -> dict[str, Any]:
+def recipe(rig: Rig, name: str, model: Qwen3Model) -> Iterator[dict[str, Any]]:
     """256 requests, prompts and outputs uniform in 100-1024 tokens, seed 0, temperature 0.6, EOS ignored."""
     count, low, high = (3, 2, 5) if rig.rehearsal else (256, 100, 1024)
     rng = random.Random(0)
@@ -192,7 +191,7 @@ def recipe(rig: Rig, name: str, model: Qwen3Model) -> dict[str, Any]:
     run(engine, [(prompts[0][:8], replace(requests[0][1], max_tokens=2))])
     tokens, seconds = run(engine, requests)
     assert [len(t) for t in tokens] == lengths
-    return {
+    yield {
         "recipe": name, "requests": count, "output_tokens": sum(lengths), "input_tokens": sum(map(len, prompts)),
         "seconds": seconds, "tok/s": sum(lengths) / seconds, "graph_steps": runner.num_replays,
         "capture_seconds_before": capturing,

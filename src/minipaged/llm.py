@@ -36,7 +36,7 @@ class LLM:
     tokenizer: another folder or Hub id to take the tokenizer from, or a `Tokenizer`. Without one, prompts are token ids
     and `text` is "".
     dtype: "auto" (the checkpoint's type where the processor is fast at it), "float32", "bfloat16", "float16".
-    device: "auto", "cpu", "cuda". backend: "cpu", "torch", "triton", "reference"; None = the best one that runs here.
+    device: "auto", "cpu", "cuda". backend: "cpu", "torch", "triton", "flashinfer", "reference"; None = the best.
     block_size: tokens per KV block. num_blocks: blocks in the pool; None = as many as `kv_cache_memory` (bytes) holds,
     and if that is
         None too, a quarter of the memory that the weights leave free (on a GPU: up to `gpu_memory_utilization` of all

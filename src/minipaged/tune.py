@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.triton_kernels import decode_attention, varlen_attention
-from minipaged.ops.triton_kernels.tuning import Tile, candidates, decode_tile, tile_key, varlen_tile
+from minipaged.ops.triton_kernels.tuning import Tile, arch_of, candidates, decode_tile, tile_key, varlen_tile
 
 Timer = Callable[[Callable[[], Any]], float]
 """Seconds of a call on the device."""
@@ -42,16 +42,16 @@ def tune(
     """Measure both attention kernels for shapes (Hq, Hkv, D) and block sizes; the default tile comes first of each."""
     for num_heads, num_kv_heads, head_dim in dict.fromkeys(shapes):
         for block_size in block_sizes:
-            group = num_heads // num_kv_heads
-            for kind, choose in (("decode", decode_tile), ("varlen", varlen_tile)):
+            group, arch = num_heads // num_kv_heads, arch_of(device)
+            shape = (head_dim, dtype, block_size, group)
+            for kind, default in (("decode", decode_tile(*shape)), ("varlen", varlen_tile(*shape, arch))):
                 key = tile_key(kind, head_dim, dtype, block_size, group)
                 problems = [
                     _Problem(kind, work, num_heads, num_kv_heads, head_dim, block_size, dtype, device)
                     for work in workloads[kind]
                 ]
-                default = choose(head_dim, dtype, block_size, group)
                 expected = [problem.run(default).clone() for problem in problems]
-                for tile in dict.fromkeys([default, *candidates(kind, head_dim, dtype)]):
+                for tile in dict.fromkeys([default, *candidates(kind, head_dim, dtype, arch)]):
                     yield _measure(key, tile, problems, expected, timer)
 
 

@@ -16,7 +16,7 @@ from minipaged.ops import AttentionBatch, available_backends, get_backend, regis
 
 def test_every_name_is_listed_with_a_reason_or_none() -> None:
     listed = available_backends("cpu")
-    assert list(listed) == ["triton", "cpu", "torch", "reference"]
+    assert list(listed) == ["triton", "flashinfer", "cpu", "torch", "reference"]
     assert listed["torch"] is None
     assert listed["reference"] is None
     assert all(reason is None or reason for reason in listed.values())
@@ -37,7 +37,9 @@ def test_none_takes_the_best_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_and_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="backend='cudnn' is unknown; choose one of 'triton', 'cpu', 'torch'"):
+    with pytest.raises(
+        ValueError, match="backend='cudnn' is unknown; choose one of 'triton', 'flashinfer', 'cpu', 'torch'"
+    ):
         get_backend("cudnn")
     monkeypatch.setitem(registry._BACKENDS, "cpu", ("minipaged.ops.no_such_module", "Nothing"))
     with pytest.raises(BackendUnavailableError, match="'cpu' cannot run on cpu: this installation does not contain it"):

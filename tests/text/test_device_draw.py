@@ -102,3 +102,32 @@ def test_the_sampler_for_a_gpu_gives_what_the_one_for_the_cpu_gives(monkeypatch:
     assert [s.error is None for s in got] == [n not in (2, 4) for n in range(7)]
     assert got[5].logprobs == wanted[5].logprobs
     assert got[3].token_id == 3
+
+
+def test_edited_rows_on_a_gpu_fail_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that allow nothing or raise, and NaN under a mask: the same errors as on the host, other rows untouched."""
+    torch.manual_seed(3)
+    logits = torch.randn(5, 320)
+    logits[3, 1] = torch.nan
+
+    def broken(generated: list[int]) -> None:
+        raise KeyError("grammar")
+
+    fields: list[dict[str, object]] = [
+        {"temperature": 1.0, "token_mask": lambda generated: np.zeros(320, dtype=bool)},
+        {"temperature": 1.0, "token_mask": broken},
+        {"temperature": 0.7, "token_mask": lambda generated: torch.arange(320) % 2 == 0},
+        {"temperature": 0.7, "logit_bias": {7: 1.0}},
+        {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": [5]},
+    ]
+    sequences = [sequence(prompt=(1, 2), **{"seed": n, **f}) for n, f in enumerate(fields)]
+    wanted = Sampler(320).sample(logits, sequences)
+    monkeypatch.setattr(sampler_module, "on_host", lambda tensor: False)
+    got = Sampler(320).sample(logits, sequences)
+    assert [(s.token_id, s.error) for s in got] == [(s.token_id, s.error) for s in wanted]
+    texts = [str(s.error) for s in got]
+    assert "no token is left to draw" in texts[0]
+    assert "token_mask failed: KeyError" in texts[1]
+    assert "their maximum is nan" in texts[3]
+    assert [s.error is None for s in got] == [False, False, True, False, True]
+    assert got[2].token_id % 2 == 0

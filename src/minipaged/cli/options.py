@@ -50,7 +50,7 @@ LLM_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
     Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
     Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag("backend", str, None, "Kernels: reference, torch, cpu or triton; the best that runs here by default."),
+    Flag("backend", str, None, "Kernels: reference, torch, cpu, triton or flashinfer; the best that runs by default."),
     Flag("block_size", int, 16, "Tokens per KV block."),
     Flag("num_blocks", int, None, "KV blocks in the pool; sized from memory by default."),
     Flag("kv_cache_memory", int, None, "Bytes for the KV pool."),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.sampling_params import SamplingParams
+from minipaged.ops.transfer import upload
 
 _BLOCK = 128  # columns per block of the two-level search
 _MIN_TEMPERATURE = 1e-30
@@ -38,7 +39,7 @@ def draw_on_device(
             uniform,
         ]
     )
-    temperature, top_p, min_p, k, u = torch.from_numpy(numbers).to(logits.device, non_blocking=True)
+    temperature, top_p, min_p, k, u = upload(numbers, logits.device)
     top = logits.amax(dim=1, keepdim=True)
     # the maximum is subtracted before the division, so that no temperature can overflow it
     weights = ((logits - top) / temperature.float()[:, None]).exp_()

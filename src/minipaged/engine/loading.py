@@ -105,9 +105,8 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         raise ValueError(
             f"max_model_len = {options.max_model_len} is more than the model's {config.max_context} positions"
         )
-    batched_tokens = options.max_num_batched_tokens or (
-        CPU_BATCHED_TOKENS if device.type == "cpu" else GPU_BATCHED_TOKENS
-    )
+    on_gpu = _is_gpu(device)
+    batched_tokens = options.max_num_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     backend = get_backend(options.backend, device)
     note = "asked for" if options.backend else backend_note(backend.name, device)
     dtype = resolve_dtype(options.dtype, source.dtype, device=device)
@@ -128,7 +127,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             max_model_len=options.max_model_len,
             max_tokens=batched_tokens + 1,
         )
-    if device.type == "cuda":
+    if on_gpu:
         num_seqs = min(options.max_num_seqs, batched_tokens)
         warm_up(model, num_tokens=batched_tokens + 1, num_seqs=num_seqs, block_size=options.block_size)
     automatic = options.num_blocks is None and options.kv_cache_memory is None
@@ -137,7 +136,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         block_bytes=block_bytes,
         block_size=options.block_size,
         available_bytes=_available_bytes(device, options.gpu_memory_utilization) if automatic else 0,
-        available_source=_AVAILABLE_SOURCE[device.type == "cuda"],
+        available_source=_AVAILABLE_SOURCE[on_gpu],
         model_max_len=config.max_context,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
@@ -145,8 +144,8 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         kv_cache_memory=options.kv_cache_memory,
     )
     pool_bytes = pool.num_blocks * block_bytes
-    if device.type == "cuda":
-        check_gpu_pool(pool_bytes, torch.cuda.mem_get_info(device)[0])
+    if on_gpu:
+        check_gpu_pool(pool_bytes, _gpu_memory(device)[0])
     with _naming(f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks or kv_cache_memory"):
         caches = [
             PagedKVCache(
@@ -270,7 +269,7 @@ def _runner(
     max_model_len: int,
 ) -> ModelRunner:
     sampler = Sampler(model.config.vocab_size)
-    if model.device.type != "cuda" or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
+    if not _is_gpu(model.device) or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
         return ModelRunner(model, backend, caches, sampler, metadata)
     from minipaged.engine.graph_runner import GraphRunner
 
@@ -282,10 +281,18 @@ _AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_me
 
 def _available_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """What an automatic pool may take now that the weights are loaded and, on a GPU, a largest step has run."""
-    if device.type == "cuda":
-        import torch
-
-        free, total = torch.cuda.mem_get_info(device)
-        return gpu_pool_bytes(free, total, gpu_memory_utilization)
+    if _is_gpu(device):
+        return gpu_pool_bytes(*_gpu_memory(device), gpu_memory_utilization)
     available = cgroup.available_memory()
     return int((available if available is not None else 4 << 30) * CPU_MEMORY_SHARE)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _gpu_memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)

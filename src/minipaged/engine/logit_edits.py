@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.sequence import Sequence
+from minipaged.ops.transfer import upload
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -91,7 +92,7 @@ def _flat(row: int, ids: Iterable[int] | _Array, vocab_size: int) -> _Array:
 
 
 def _to(array: _Array, logits: Tensor) -> Tensor:
-    return torch.from_numpy(array).to(logits.device)
+    return upload(array, logits.device)
 
 
 def _add_bias(logits: Tensor, sequences: Seq[Sequence]) -> None:
@@ -157,5 +158,5 @@ def _apply_mask(row: Tensor, given: _Array | Tensor | Seq[bool] | None) -> None:
             f"it must return booleans of shape [n], n at most the vocabulary's size {len(row)}, "
             f"got {allowed.dtype} of shape {list(allowed.shape)}"
         )
-    row[: len(allowed)].masked_fill_(~allowed.to(row.device), -torch.inf)
+    row[: len(allowed)].masked_fill_(~upload(allowed, row.device), -torch.inf)
     row[len(allowed) :] = -torch.inf

@@ -13,6 +13,7 @@ from minipaged.engine.logprobs import prompt_logprobs
 from minipaged.engine.plan import RowResult, StepPlan, StepResult
 from minipaged.engine.sampler import Sampler
 from minipaged.engine.sequence import Sequence
+from minipaged.ops.transfer import upload
 
 if TYPE_CHECKING:
     from minipaged.kv import PagedKVCache
@@ -85,7 +86,7 @@ class ModelRunner:
                 sources += [used - 1] * len(row.sample_for)
         if sequences:
             in_place = sources == list(range(len(logits)))  # the common case, decodes only: nothing to gather
-            chosen = logits if in_place else logits[torch.tensor(sources, device=logits.device)]
+            chosen = logits if in_place else logits.index_select(0, upload(sources, logits.device))
             samples = iter(self.sampler.sample(chosen, sequences))
             for row, result in zip(plan.rows, results, strict=True):
                 result.samples = [next(samples) for _ in row.sample_for]

@@ -17,8 +17,10 @@ from minipaged.engine.logprobs import token_logprobs
 from minipaged.engine.plan import SampledToken
 from minipaged.engine.rng import uniforms
 from minipaged.engine.sequence import Sequence
+from minipaged.ops.transfer import fetch, upload
 
 _UINT64 = (1 << 64) - 1
+_NOTHING_LEFT = "no token is left to draw: token_mask, min_tokens and the model together exclude all of them"
 
 
 class Sampler:
@@ -47,25 +49,13 @@ class Sampler:
         edited = [row for row, sequence in enumerate(sequences) if needs_edit(sequence)]
         changed = set(edited)
         plain = [row for row, s in enumerate(sequences) if row not in changed and not s.params.greedy]
-        on_device = not on_host(logits)
-        if on_device:
-            tokens, top = self._sample_on_device(logits, plain, sequences)
-        else:
-            tokens, top = row_argmax(logits)
-        errors = {
-            row: f"the model gave logits that cannot be sampled: their maximum is {top[row]}"
-            for row in np.flatnonzero(~np.isfinite(top)).tolist()
-        }
-        plain, edited = ([row for row in rows if row not in errors] for rows in (plain, edited))
-        with_logprobs = [row for row, sequence in enumerate(sequences) if sequence.params.logprobs is not None]
-        if plain and not on_device:
-            self._draw(_rows_of(logits, plain), top, plain, sequences, tokens)
-        if edited:
-            self._sample_edited(logits, edited, sequences, tokens, errors)
+        sample = self._sample_on_host if on_host(logits) else self._sample_on_device
+        tokens, errors = sample(logits, plain, edited, sequences)
         results = [SampledToken(token) for token in tokens.tolist()]
         for row, message in errors.items():
             results[row] = SampledToken(-1, error=message)
-        self._add_logprobs(logits, [row for row in with_logprobs if row not in errors], sequences, results)
+        with_logprobs = [row for row, s in enumerate(sequences) if s.params.logprobs is not None and row not in errors]
+        self._add_logprobs(logits, with_logprobs, sequences, results)
         return results
 
     def release(self, sequence_ids: Iterable[int]) -> None:
@@ -73,6 +63,19 @@ class Sampler:
         again."""
         for sequence_id in sequence_ids:
             self._counts.pop(sequence_id, None)
+
+    def _sample_on_host(
+        self, logits: Tensor, plain: list[int], edited: list[int], sequences: Seq[Sequence]
+    ) -> tuple[np.ndarray[Any, Any], dict[int, str]]:
+        """Token ids [R], and why some rows have none. plain: rows to draw as they are; edited: rows to change first."""
+        tokens, top = row_argmax(logits)
+        errors = _broken(top)
+        plain, edited = ([row for row in rows if row not in errors] for rows in (plain, edited))
+        if plain:
+            self._draw(_rows_of(logits, plain), top, plain, sequences, tokens)
+        if edited:
+            self._sample_edited(logits, edited, sequences, tokens, errors)
+        return tokens, errors
 
     def _sample_edited(
         self,
@@ -82,16 +85,14 @@ class Sampler:
         tokens: np.ndarray[Any, Any],
         errors: dict[int, str],
     ) -> None:
-        work = logits[torch.tensor(rows, device=logits.device)]  # a copy
+        work = logits[torch.tensor(rows)]  # a copy
         for member, message in edit_logits(work, [sequences[row] for row in rows], self._counts).items():
             errors[rows[member]] = message
         best, top = row_argmax(work)
         random = []
         for member, row in enumerate(rows):
             if row not in errors and not np.isfinite(top[member]):
-                errors[row] = (
-                    "no token is left to draw: token_mask, min_tokens and the model together exclude all of them"
-                )
+                errors[row] = _NOTHING_LEFT
             tokens[row] = best[member]
             if row not in errors and not sequences[row].params.greedy:
                 random.append(member)
@@ -101,18 +102,30 @@ class Sampler:
             tokens[rows] = drawn
 
     def _sample_on_device(
-        self, logits: Tensor, plain: list[int], sequences: Seq[Sequence]
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """As `row_argmax`, and with the rows `plain` drawn: the ids leave the device in one copy, a step's only
-        wait."""
-        values, tokens = logits.max(dim=1)
+        self, logits: Tensor, plain: list[int], edited: list[int], sequences: Seq[Sequence]
+    ) -> tuple[np.ndarray[Any, Any], dict[int, str]]:
+        """As `_sample_on_host`, without a look at the device until all is drawn: a step's only wait. Rows that turn out
+        to be broken were drawn in vain."""
+        top, tokens = logits.max(dim=1)
+        left = top
+        errors: dict[int, str] = {}
         if plain:
-            chosen = [sequences[row] for row in plain]
-            drawn = draw_on_device(_rows_of(logits, plain), [s.params for s in chosen], _uniforms(chosen))
-            tokens = drawn if len(plain) == len(logits) else tokens.index_copy(0, _index(plain, logits), drawn)
-        # float64 holds both exactly
-        ids, top = torch.stack([tokens.double(), values.double()]).cpu().numpy()
-        return ids.astype(np.int64), top.astype(np.float32)
+            drawn = _drawn(_rows_of(logits, plain), [sequences[row] for row in plain])
+            tokens = _put(tokens, plain, drawn)
+        if edited:
+            chosen = [sequences[row] for row in edited]
+            work = logits.index_select(0, upload(edited, logits.device))
+            errors = {edited[member]: text for member, text in edit_logits(work, chosen, self._counts).items()}
+            left_of, best = work.max(dim=1)
+            random = [member for member, sequence in enumerate(chosen) if not sequence.params.greedy]
+            if random:
+                best = _put(best, random, _drawn(_rows_of(work, random), [chosen[member] for member in random]))
+            tokens, left = _put(tokens, edited, best), _put(left, edited, left_of)
+        # float64 holds all of them exactly
+        ids, top_, left_ = fetch(torch.stack([tokens.double(), top.double(), left.double()]))
+        for row in np.flatnonzero(~np.isfinite(left_)).tolist():
+            errors.setdefault(row, _NOTHING_LEFT)
+        return ids.astype(np.int64), errors | _broken(top_.astype(np.float32))
 
     def _draw(
         self,
@@ -145,9 +158,22 @@ def _uniforms(sequences: Seq[Sequence]) -> np.ndarray[Any, Any]:
     return uniforms(keys[0], keys[1], keys[2])
 
 
-def _index(rows: list[int], logits: Tensor) -> Tensor:
-    return torch.tensor(rows, device=logits.device)
+def _broken(top: np.ndarray[Any, Any]) -> dict[int, str]:
+    """Rows whose largest logit is no number to draw by."""
+    return {
+        row: f"the model gave logits that cannot be sampled: their maximum is {top[row]}"
+        for row in np.flatnonzero(~np.isfinite(top)).tolist()
+    }
+
+
+def _drawn(logits: Tensor, sequences: Seq[Sequence]) -> Tensor:
+    return draw_on_device(logits, [s.params for s in sequences], _uniforms(sequences))
+
+
+def _put(values: Tensor, rows: list[int], new: Tensor) -> Tensor:
+    """`values` with `new` at `rows`, ascending."""
+    return new if len(rows) == len(values) else values.index_copy(0, upload(rows, values.device), new)
 
 
 def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[_index(rows, logits)]
+    return logits if len(rows) == len(logits) else logits.index_select(0, upload(rows, logits.device))

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minipaged.ops.transfer import pin
+
 
 class Staging:
     """Pinned arrays of one purpose. Before refilling them, `wait` until the last copy has left them; then `send`.
@@ -17,12 +19,13 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = device.type != "cpu"
         self._left: torch.cuda.Event | None = None
 
     def array(self, size: int, dtype: torch.dtype) -> np.ndarray[Any, Any]:
         """Zeros [size] that the device can read directly."""
-        array: np.ndarray[Any, Any] = torch.zeros(size, dtype=dtype, pin_memory=self._on_gpu).numpy()
+        zeros = torch.zeros(size, dtype=dtype)
+        array: np.ndarray[Any, Any] = (pin(zeros) if self._on_gpu else zeros).numpy()
         return array
 
     def wait(self) -> None:
@@ -43,4 +46,5 @@ class Staging:
         if self._on_gpu:
             if self._left is None:
                 self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._left.record()
+            # On this device's stream: another device may be the current one.
+            self._left.record(torch.cuda.current_stream(self.device))

@@ -1,9 +1,9 @@
 """Paged attention and cache writes for users and tests: arguments are checked, then a back end does the work.
 
 Shapes: B sequences, T query tokens, Hq / Hkv query / key-value heads, D head_dim, N blocks of Bs slots, M table width.
-Caches are [N, Hkv, Bs, D]. `backend` is a name ("reference", "cpu", "torch", "triton"), a `Backend` object, or None for
-the best one that can run on the query's device. An unknown name is a ValueError, one that cannot run here a
-BackendUnavailableError. No function tracks gradients.
+Caches are [N, Hkv, Bs, D]. `backend` is a name ("reference", "cpu", "torch", "triton", "flashinfer"), a `Backend`
+object, or None for the best one that can run on the query's device. An unknown name is a ValueError, one that cannot
+run here a BackendUnavailableError. No function tracks gradients.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 # name -> (module, class), best first. A module may define `unavailable_reason(device) -> str | None`.
 _BACKENDS = {
     "triton": ("minipaged.ops.triton_backend", "TritonBackend"),
+    "flashinfer": ("minipaged.ops.flashinfer_backend", "FlashInferBackend"),
     "cpu": ("minipaged.ops.native", "NativeBackend"),
     "torch": ("minipaged.ops.torch_backend", "TorchBackend"),
     "reference": ("minipaged.ops.reference", "ReferenceBackend"),
@@ -34,8 +35,8 @@ def available_backends(device: torch.device | str = "cpu") -> dict[str, str | No
 def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> Backend:
     """A new back end object; it owns its scratch memory, so use one per thread.
 
-    name: "reference", "cpu", "torch", "triton", or None for the best one that can run on `device`. Raises ValueError
-    for an unknown name and BackendUnavailableError, with the reason, for one that cannot run here.
+    name: "reference", "cpu", "torch", "triton", "flashinfer", or None for the best one that can run on `device`. Raises
+    ValueError for an unknown name and BackendUnavailableError, with the reason, for one that cannot run here.
     """
     if name is None:
         name = best_backend(device)
@@ -67,8 +68,9 @@ def backend_note(name: str, device: torch.device | str = "cpu") -> str:
 
 
 def _chosen_by_itself(name: str, device: torch.device | str) -> bool:
-    # Triton's interpreter takes CPU tensors, for tests: nobody wants it unless they ask for it.
-    return name != "triton" or not str(device).startswith("cpu")
+    # Triton's interpreter takes CPU tensors, for tests: nobody wants it unless they ask for it. FlashInfer is for those
+    # who ask: without CUDA graphs it is not the fastest at decoding.
+    return name != "flashinfer" and (name != "triton" or not str(device).startswith("cpu"))
 
 
 def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
@@ -77,7 +79,9 @@ def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
         return "this installation does not contain it"
     if name == "cpu" and not str(device).startswith("cpu"):
         return "it computes on the CPU"
-    if name == "triton":
+    if name in ("triton", "flashinfer"):  # said without importing triton, which takes a second
+        if name == "flashinfer" and str(device).startswith("cpu"):
+            return "it runs on CUDA devices, not on cpu"
         if find_spec("triton") is None:
             return "the package triton is not installed (extra [gpu])"
         if str(device).startswith("cpu") and os.environ.get("TRITON_INTERPRET") != "1":

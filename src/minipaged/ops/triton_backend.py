@@ -204,13 +204,16 @@ class TritonBackend(Backend):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """x @ weight.T + bias + residual; float32 sums where out is float32, else rounded to x's dtype."""
-    if residual is not None and bias is None and residual.dtype == x.dtype and (out is None or out.dtype == x.dtype):
+    same_type = out is None or out.dtype == x.dtype
+    if residual is not None and bias is None and residual.dtype == x.dtype and same_type:
         # One product with the residual as its starting value; `out` may be the residual itself.
         return torch.addmm(residual, x, weight.t(), out=out)
     if out is not None and out.dtype == torch.float32 != x.dtype and bias is None and residual is None:
         if wide_results_work(x.dtype, x.device.type):
             return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         return out.copy_(functional.linear(x, weight))
+    if out is not None and same_type and residual is None:  # straight into its place
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     y = functional.linear(x, weight, bias)
     if residual is not None:
         y.add_(residual)
@@ -222,10 +225,13 @@ def wide_results_work(dtype: torch.dtype, device_type: str) -> bool:
     """Whether torch multiplies 16-bit matrices into a float32 one, and does it right; tried once."""
     if device_type != "cuda":
         return False
-    x = torch.arange(-32.0, 32.0, device=device_type).view(4, 16).to(dtype)
-    try:
-        out = torch.empty(4, 4, device=device_type)
-        torch.mm(x, x.t(), out_dtype=torch.float32, out=out)
-    except (RuntimeError, TypeError):
-        return False
-    return torch.equal(out, x.float() @ x.float().t())
+    weight = torch.arange(-32.0, 32.0, device=device_type).view(4, 16).to(dtype)
+    for x in (weight[:1], weight):  # one row may take another way
+        try:
+            out = torch.empty(len(x), 4, device=device_type)
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        except (RuntimeError, TypeError):
+            return False
+        if not torch.equal(out, x.float() @ weight.float().t()):
+            return False
+    return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,11 +50,25 @@ def test_save_load_and_where_tables_live(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["decode", "varlen"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_candidates_keep_tiles_at_absolute_positions(kind: str, head_dim: int) -> None:
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_candidates_keep_tiles_at_absolute_positions(kind: str, head_dim: int, arch: int) -> None:
     """Tiles must divide a split of 512 positions, and be powers of two."""
-    tiles = tuning.candidates(kind, head_dim, torch.bfloat16)
-    assert 6 <= len(tiles) == len(set(tiles))
+    tiles = tuning.candidates(kind, head_dim, torch.bfloat16, arch)
+    assert 4 <= len(tiles) == len(set(tiles))
+    assert not any((tile.rows, tile.keys, tile.num_warps) in tuning.SPILLING[arch] for tile in tiles)
     assert all(512 % tile.keys == 0 for tile in tiles)
+
+
+def test_default_tiles_follow_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuning.arch_of(torch.device("cpu")) == 90
+    capabilities = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0), 103: (10, 3), 120: (12, 0)}
+    for number, capability in capabilities.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        expected = {90: 90, 100: 100, 103: 100}.get(number, 80)
+        assert tuning.arch_of(torch.device("cuda", number)) == expected
+    for arch, tiles in tuning.SPILLING.items():
+        tile = tuning.varlen_tile(128, torch.bfloat16, 16, 2, arch)
+        assert (tile.rows, tile.keys, tile.num_warps) not in tiles
 
 
 def test_tune_takes_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +76,7 @@ def test_tune_takes_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch)
     from minipaged import tune as module
 
     slow, fast, broken, wrong = (Tile(r, k, 4, 2) for r, k in ((16, 32), (32, 16), (32, 64), (32, 32)))
-    monkeypatch.setattr(module, "candidates", lambda kind, d, dtype: [slow, fast, broken, wrong])
+    monkeypatch.setattr(module, "candidates", lambda kind, d, dtype, arch: [slow, fast, broken, wrong])
     monkeypatch.setattr(module, "decode_tile", lambda *a: slow)
     monkeypatch.setattr(module, "varlen_tile", lambda *a: slow)
     run, ran = module._Problem.run, []
@@ -115,3 +131,20 @@ def test_the_benchmark_script_runs(tmp_path: Path) -> None:
     for section in ("check", "decode attention", "prefill attention", "loaded", "decode, batch 1", "recipe"):
         assert section in first
     assert all(row["passed"] for row in content["rows"] if "check" in row)
+
+
+def test_a_section_of_the_benchmark_that_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", ROOT / "benchmarks" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+
+    def rows() -> Iterator[dict[str, object]]:
+        yield {"check": "one", "passed": True}
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    first, last = benchmark.guarded("check", rows())
+    assert first["passed"]
+    assert last == {"section": "check", "passed": False, "error": "RuntimeError: CUDA error: an illegal memory access"}

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
+from minipaged.ops.transfer import upload
 from minipaged.ops.triton_kernels.launch import Launch, block_of, rows_contiguous
 
 COPY_TILE = 1024  # elements per program of a block copy
@@ -116,5 +117,5 @@ def copy_launch(cache: PagedKVCache, sources: Tensor, destinations: Tensor) -> L
 
 def pair_tensors(pairs: Sequence[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Sources and destinations, int64 [P] each; one copy to the device."""
-    both = torch.tensor(pairs, dtype=torch.int64).T.contiguous().to(device)
+    both = upload(torch.tensor(pairs, dtype=torch.int64).T.contiguous(), device)
     return both[0], both[1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -131,7 +132,8 @@ def decode_launches(
     num_heads, head_dim = query.shape[1:]
     num_rows, group = rows.seq_lens.shape[0], num_heads // cache.num_kv_heads
     # Programs take splits in turns: how many programs there are changes nothing in the result.
-    tile = tile or decode_tile(head_dim, query.dtype, cache.block_size, group)
+    products = torch.promote_types(query.dtype, cache.dtype)
+    tile = tile or decode_tile(head_dim, products, cache.block_size, group)
     both = {
         "seq_lens": rows.seq_lens, "query_start_loc": rows.query_start_loc,
         "partial": partial, "partial_lse": lse, "num_heads": num_heads, "max_splits": rows.max_splits,

@@ -17,6 +17,23 @@ TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels were built for the interpreter, which is decided when they are imported."""
 
+
+def _let_scalars_be_integers() -> None:
+    """The interpreter of triton 3.6 makes loop bounds of arrays of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if INTERPRETED and triton.__version__.startswith("3.6."):
+    _let_scalars_be_integers()
+
 BATCH_TENSORS = ("block_tables", "seq_lens", "query_start_loc")
 """Slices of a step's tensors: not worth a compilation of their own for each alignment."""
 
@@ -32,18 +49,23 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the kernel is called with, apart from its grid."""
+        return {
+            **self.arguments,
+            **self.constants,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": True,  # a * b + c in one rounding, whatever this version of triton defaults to
+        }
+
     def run(self) -> None:
         """Start it on the current stream of its tensors' device; nothing happens for an empty grid."""
         if 0 in self.grid:
             return
         with _on_device_of(next(value for value in self.arguments.values() if isinstance(value, Tensor))):
-            self.kernel[self.grid](
-                **self.arguments,
-                **self.constants,
-                num_warps=self.num_warps,
-                num_stages=self.num_stages,
-                enable_fp_fusion=True,  # a * b + c in one rounding, whatever this version of triton defaults to
-            )
+            self.kernel[self.grid](**self.keywords)
 
 
 def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:

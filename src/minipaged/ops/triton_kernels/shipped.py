@@ -14,7 +14,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import RMSNorm, RotaryTable
 from minipaged.ops.triton_kernels import cache_write, decode_attention, dense, varlen_attention
 from minipaged.ops.triton_kernels.launch import Launch
-from minipaged.ops.triton_kernels.tuning import Tile
+from minipaged.ops.triton_kernels.tuning import Tile, varlen_tile
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -30,12 +30,18 @@ def _cache(block_size: int, dtype: torch.dtype = BF16, head_dim: int = 128) -> P
 
 
 def decode(
-    block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16, tile: Tile | None = None
+    block_size: int,
+    group: int,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> list[Launch]:
     """The attention kernel and the one that joins its splits, 64 sequences of up to 8192 tokens."""
     query = _empty(64, 8 * group, head_dim, dtype=dtype)
     rows = decode_attention.DecodeRows(
-        _empty(64, 8192 // block_size, dtype=torch.int32),
+        _empty(64, -(-8192 // block_size), dtype=torch.int32),
         _empty(64, dtype=torch.int32),
         _empty(65, dtype=torch.int32),
         decode_attention.splits_of(8192),
@@ -43,23 +49,33 @@ def decode(
     partial = _empty(64, 8 * group, rows.max_splits, head_dim, dtype=F32)
     return list(
         decode_attention.decode_launches(
-            query, _cache(block_size, dtype, head_dim), rows, 0.1, query, partial, partial[..., 0], tile
+            query, _cache(block_size, cache_dtype or dtype, head_dim), rows, 0.1, query, partial, partial[..., 0], tile
         )
     )
 
 
 def varlen(
-    block_size: int, group: int, *, head_dim: int = 128, dtype: torch.dtype = BF16, tile: Tile | None = None
+    block_size: int,
+    group: int,
+    *,
+    head_dim: int = 128,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+    arch: int = 90,
 ) -> Launch:
-    """A step of 8192 tokens in 4 sequences."""
+    """A step of 8192 tokens in 4 sequences. arch: whose default tile, without `tile`."""
+    tile = tile or varlen_tile(head_dim, torch.promote_types(dtype, cache_dtype or dtype), block_size, group, arch)
     query = _empty(8192, 8 * group, head_dim, dtype=dtype)
     rows = varlen_attention.VarlenRows(
-        _empty(4, 8192 // block_size, dtype=torch.int32),
+        _empty(4, -(-8192 // block_size), dtype=torch.int32),
         _empty(4, dtype=torch.int32),
         _empty(5, dtype=torch.int32),
         tokens_before=0,
     )
-    return varlen_attention.varlen_launch(query, _cache(block_size, dtype, head_dim), rows, 0.1, query, tile)
+    return varlen_attention.varlen_launch(
+        query, _cache(block_size, cache_dtype or dtype, head_dim), rows, 0.1, query, tile
+    )
 
 
 def _qk(num_heads: int) -> Launch:
@@ -84,18 +100,18 @@ def _copy() -> Launch:
     return cache_write.copy_launch(_cache(16), ids, ids)
 
 
-SHIPPED: dict[str, Callable[[], Launch]] = {
-    "write_kv": _write,
-    "copy_blocks": _copy,
-    "qk_norm_rope_write, 16 heads (0.6B, 1.7B)": lambda: _qk(16),
-    "rms_norm 1024 (0.6B)": lambda: _norm(1024),
-    "rms_norm 5120 (14B, 32B)": lambda: _norm(5120),
-    "silu_mul": lambda: dense.silu_mul_launch(_empty(64, 2 * 3072), _empty(64, 3072)),
-    "decode, blocks of 16, group 2 (0.6B)": lambda: decode(16, 2)[0],
-    "decode, blocks of 64, group 4 (4B, 8B)": lambda: decode(64, 4)[0],
-    "join_splits": lambda: decode(16, 2)[1],
-    "varlen, blocks of 16, group 2 (0.6B)": lambda: varlen(16, 2),
-    "varlen, blocks of 64, group 4 (4B, 8B)": lambda: varlen(64, 4),
-    "varlen float32, blocks of 16, group 2": lambda: varlen(16, 2, dtype=F32),
+SHIPPED: dict[str, Callable[[int], Launch]] = {
+    "write_kv": lambda arch: _write(),
+    "copy_blocks": lambda arch: _copy(),
+    "qk_norm_rope_write, 16 heads (0.6B, 1.7B)": lambda arch: _qk(16),
+    "rms_norm 1024 (0.6B)": lambda arch: _norm(1024),
+    "rms_norm 5120 (14B, 32B)": lambda arch: _norm(5120),
+    "silu_mul": lambda arch: dense.silu_mul_launch(_empty(64, 2 * 3072), _empty(64, 3072)),
+    "decode, blocks of 16, group 2 (0.6B)": lambda arch: decode(16, 2)[0],
+    "decode, blocks of 64, group 4 (4B, 8B)": lambda arch: decode(64, 4)[0],
+    "join_splits": lambda arch: decode(16, 2)[1],
+    "varlen, blocks of 16, group 2 (0.6B)": lambda arch: varlen(16, 2, arch=arch),
+    "varlen, blocks of 64, group 4 (4B, 8B)": lambda arch: varlen(64, 4, arch=arch),
+    "varlen float32, blocks of 16, group 2": lambda arch: varlen(16, 2, dtype=F32, arch=arch),
 }  # fmt: skip
-"""At most 12: each one costs seconds of CI."""
+"""By name, from an architecture (80, 90, 100). At most 12: each one costs seconds of CI."""

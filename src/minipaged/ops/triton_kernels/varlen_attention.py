@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +18,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.triton_kernels.cache_write import cache_strides
 from minipaged.ops.triton_kernels.launch import BATCH_TENSORS, Launch, block_of, compute_type
 from minipaged.ops.triton_kernels.softmax import attend_tile
-from minipaged.ops.triton_kernels.tuning import LOG2_E, Tile, varlen_tile
+from minipaged.ops.triton_kernels.tuning import LOG2_E, Tile, arch_of, varlen_tile
 
 
 @triton.jit
@@ -112,7 +113,8 @@ def varlen_launch(
     """
     num_heads, head_dim = query.shape[1:]
     num_rows, group = rows.seq_lens.shape[0], num_heads // cache.num_kv_heads
-    tile = tile or varlen_tile(head_dim, query.dtype, cache.block_size, group)
+    products = torch.promote_types(query.dtype, cache.dtype)
+    tile = tile or varlen_tile(head_dim, products, cache.block_size, group, arch_of(query.device))
     matrix_rows = block_of(group, tile.rows)
     queries = matrix_rows // group
     return Launch(
