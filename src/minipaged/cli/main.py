@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import MutableMapping
 from typing import Annotated
 
 import typer
@@ -45,4 +47,16 @@ def _root(
 
 def main() -> None:
     """Run the command line; console script `minipaged`."""
+    limit_spinning(os.environ)
     app()
+
+
+def limit_spinning(environment: MutableMapping[str, str]) -> None:
+    """Let compute threads that wait for each other sleep soon, unless the user has said how they are to wait.
+
+    GNU's OpenMP spins for milliseconds; where other processes want the cores, whoever is waited for does not get one
+    meanwhile: steps became three to four times slower (`benchmarks/results/native-tuning.md`). It reads the variable when
+    torch is imported.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = "2000"
