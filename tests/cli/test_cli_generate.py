@@ -134,8 +134,11 @@ def test_a_reader_that_leaves_early_is_no_error_message() -> None:
 
 
 def test_ctrl_c_shows_what_there_is_and_is_no_success() -> None:
+    """With the slowest back end, so that the signal comes before the end."""
     command = [sys.executable, "-u", "-m", "minipaged", "generate", "ROMEO:", "--ignore-eos", "--max-tokens", "500"]
-    with subprocess.Popen([*command, "--block-size", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, "--backend", "reference"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)
