@@ -95,11 +95,7 @@ def main() -> None:
     text = to_markdown(report)
     print("\n" + text)
     if not arguments.dry:
-        arguments.results.mkdir(parents=True, exist_ok=True)
-        stem = arguments.results / f"{time.strftime('%Y-%m-%d')}-{slug(report['machine'])}"
-        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
-        print(f"written: {stem}.json and .md")
+        write_report(arguments.results, report, text)
     if any("error" in run for run in runs):
         sys.exit(1)
 
@@ -148,6 +144,15 @@ def measure(engine: str, workload: str, home: Path, arguments: argparse.Namespac
             return {"error": f"exit status {done.returncode}: {' | '.join(last)}"}
         result: dict[str, Any] = json.loads(done.stdout if workload in EXTRAS else out.read_text())
         return result
+
+
+def write_report(folder: Path, report: dict[str, Any], text: str, *, kind: str = "") -> None:
+    """The report as JSON and as the page `text`, named after day, kind and machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{time.strftime('%Y-%m-%d')}-{kind}{slug(report['machine'])}"
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    print(f"written: {stem}.json and .md")
 
 
 def vllm_variables(home: Path, threads: int) -> dict[str, str]:

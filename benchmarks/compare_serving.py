@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare import HERE, MODEL, SOURCES, list_of, vllm_variables
+from compare import HERE, MODEL, SOURCES, list_of, vllm_variables, write_report
 from minipaged.bench.disturbance import LoadMeter
-from minipaged.bench.machine import machine_facts, slug, versions
+from minipaged.bench.machine import machine_facts, versions
 from minipaged.bench.probes import Probes
 from minipaged.bench.sitting import Attempt
 from minipaged.threads import set_threads
@@ -132,11 +132,7 @@ def main() -> None:
     text = to_markdown(page)
     print("\n" + text)
     if not arguments.dry:
-        arguments.results.mkdir(parents=True, exist_ok=True)
-        stem = arguments.results / f"{time.strftime('%Y-%m-%d')}-serving-{slug(page['machine'])}"
-        stem.with_suffix(".json").write_text(json.dumps(page, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(text)
-        print(f"written: {stem}.json and .md")
+        write_report(arguments.results, page, text, kind="serving-")
     if any("error" in run or run["failed"] for run in runs):
         sys.exit(1)
 

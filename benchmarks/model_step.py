@@ -67,7 +67,7 @@ def main() -> None:
         rows = torch.arange(sequences) * queries + queries - 1
         seconds, bandwidth = [], []
         for _ in range(arguments.rounds):
-            bandwidth.append(backend.read_bandwidth(buffer=buffer, clock=clock))
+            bandwidth.append(backend.probes.read_bandwidth(buffer=buffer, clock=clock))
             start = clock()
             model.forward(tokens, backend.plan(batch), caches, rows)
             seconds.append(clock() - start)

@@ -1,4 +1,4 @@
-"""Exceptions that callers can meet. Each message says what was wrong, the numbers, and which option to change."""
+"""What callers can be told: each message says what was wrong, the numbers, and which option to change."""
 
 
 class OutOfBlocksError(RuntimeError):
@@ -18,6 +18,10 @@ class InvariantError(RuntimeError):
 
 class RequestTooLargeError(ValueError):
     """A request that can never fit: longer than `max_model_len`, or more blocks than the pool has."""
+
+
+class PoolSizeWarning(UserWarning):
+    """The KV pool holds less than the longest request that the model allows; `LLM.summary` says so too."""
 
 
 class UnsupportedModelError(ValueError):

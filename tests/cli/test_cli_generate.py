@@ -30,18 +30,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_text_goes_to_stdout_and_the_figures_to_stderr() -> None:
-    done = run("generate", "ROMEO:", "--max-tokens", "20", "--temperature", "0", "--num-blocks", "40", "--show-blocks")
+    done = run("generate", "ROMEO:", "--max-tokens", "20", "--temperature", "0", "--num-blocks", "20", "--show-blocks")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "20 generated tokens" in done.stderr
     assert "tok/s" in done.stderr
     assert "blocks used" in done.stderr
     assert "physical blocks: 2 in use" in done.stderr
+    assert done.stderr.count("num_blocks = 20 holds requests of 321 tokens") == 1, "in the summary, no warning as well"
     assert "\x1b" not in done.stdout + done.stderr, "no colours into a pipe"
 
 
 def test_json_is_one_object_with_every_prompt() -> None:
-    done = run("generate", "ROMEO:", "JULIET:", "--n", "2", "--max-tokens", "5", "--json", "--num-blocks", "64")
+    done = run("generate", "ROMEO:", "JULIET:", "--n", "2", "--max-tokens", "5", "--json", "--num-blocks", "20")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [out["prompt"] for out in result["outputs"]] == ["ROMEO:", "JULIET:"]
@@ -50,6 +51,8 @@ def test_json_is_one_object_with_every_prompt() -> None:
         len(c["token_ids"]) for out in result["outputs"] for c in out["completions"]
     )
     assert result["blocks_used"] >= 2
+    assert done.stderr.startswith("warning: num_blocks = 20 holds"), "there is no summary that would say it"
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_same_seed_gives_the_same_text_and_another_one_does_not() -> None:
@@ -131,8 +134,11 @@ def test_a_reader_that_leaves_early_is_no_error_message() -> None:
 
 
 def test_ctrl_c_shows_what_there_is_and_is_no_success() -> None:
+    """With the slowest back end, so that the signal comes before the end."""
     command = [sys.executable, "-u", "-m", "minipaged", "generate", "ROMEO:", "--ignore-eos", "--max-tokens", "500"]
-    with subprocess.Popen([*command, "--block-size", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*command, "--backend", "reference"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)

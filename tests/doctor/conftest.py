@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from minipaged.doctor import bandwidth
+sys.path.insert(0, str(Path(__file__).parent))
 
-Machine = Callable[[dict[str, str]], Path]
+from pretended import Machine, Processors
+
+from minipaged.doctor import bandwidth
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Write files, given by their paths from the root; returns the root."""
-
     def write(files: dict[str, str]) -> Path:
         for name, text in files.items():
             path = tmp_path / name
@@ -24,6 +25,14 @@ def machine(tmp_path: Path) -> Machine:
         return tmp_path
 
     return write
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> Processors:
+    def set_count(count: int) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(count)), raising=False)
+
+    return set_count
 
 
 @pytest.fixture(autouse=True)

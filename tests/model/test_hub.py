@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib
+from importlib.readers import MultiplexedPath
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
+import minipaged
 from minipaged.model import hub
 from minipaged.model.hub import resolve_model
 
@@ -110,9 +113,14 @@ def test_failures_say_what_to_do(case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_none_is_the_bundled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "files", lambda package: tmp_path)
-    with pytest.raises(FileNotFoundError, match="bundled demo model"):
+    assert resolve_model(None) == resolve_model() == Path(minipaged.__file__).resolve().parent / "demo_model"
+    monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"bundled demo model is not at {tmp_path}"):
         resolve_model(None)
-    (tmp_path / "demo_model").mkdir()
-    (tmp_path / "demo_model" / "config.json").write_text("{}")
-    assert resolve_model() == tmp_path / "demo_model"
+
+
+def test_the_bundled_model_is_found_whatever_importlib_makes_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under some editable installs `importlib.resources.files` gives several folders as one, which is no path."""
+    parts = MultiplexedPath(Path(minipaged.__file__).parent, Path(minipaged.__file__).parent / "model")
+    monkeypatch.setattr("importlib.resources.files", lambda package: parts)
+    assert (importlib.reload(hub).resolve_model() / "config.json").is_file()

@@ -70,3 +70,17 @@ def test_position_outside_the_table(backend: NativeBackend) -> None:
     cache = PagedKVCache(3, 2, 4, 16, dtype=torch.float32)
     with pytest.raises(IndexError, match="max_model_len"):
         backend.qk_norm_rope_write(qkv, q_norm, k_norm, rope, torch.full((9,), 200), cache, torch.arange(9))
+
+
+@pytest.mark.parametrize("wrong", ["both norms", "the norm of q", "the norm of k", "the tables"])
+def test_constants_of_another_head_dim_are_refused(backend: NativeBackend, wrong: str) -> None:
+    """The kernel would read beyond their ends."""
+    qkv, q_norm, k_norm, rope = problem(64, torch.float32)
+    _, short_q, short_k, short_rope = problem(32, torch.float32)
+    cache, positions = PagedKVCache(3, 2, 4, 64, dtype=torch.float32), torch.arange(9)
+    q = short_q if wrong in ("both norms", "the norm of q") else q_norm
+    k = short_k if wrong in ("both norms", "the norm of k") else k_norm
+    table = short_rope if wrong == "the tables" else rope
+    with pytest.raises(ValueError, match="do not fit head_dim 64"):
+        backend.qk_norm_rope_write(qkv, q, k, table, positions, cache, positions)
+    assert not cache.key_cache.any()

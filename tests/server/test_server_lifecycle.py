@@ -153,7 +153,7 @@ def test_a_second_signal_ends_at_once(tokenizer_folder: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     """`minipaged serve`: demo model, a key from the environment, JSON logs without text of users, a clean end."""
-    command = [sys.executable, "-m", "minipaged", "serve", "--port", "0", "--num-blocks", "64", "--log-level", "info"]
+    command = [sys.executable, "-m", "minipaged", "serve", "--port", "0", "--num-blocks", "20", "--log-level", "info"]
     with started(command, MINIPAGED_API_KEY="one, two") as process:
         lines = []
         assert process.stdout is not None
@@ -161,7 +161,9 @@ def test_the_command(tmp_path: Path) -> None:
             lines.append(line)
             if "serving 'minipaged-demo' on http://127.0.0.1:" in line:
                 break
-        url = lines[-1].split(" on ")[1].strip().removesuffix("/v1")
+        url = lines.pop().split(" on ")[1].strip().removesuffix("/v1")
+        (summary,) = [log["message"] for log in map(json.loads, lines) if "KV pool" in log["message"]]
+        assert summary.count("num_blocks = 20 holds requests") == 1
         wait_until(lambda: healthy(url), "it serves")
         assert httpx.get(url + "/v1/models").status_code == 401
         headers = {"Authorization": "Bearer two", "X-Request-Id": "my-id"}
@@ -179,7 +181,7 @@ def test_the_command(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 0
-        logs = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        logs = [json.loads(line) for line in output.splitlines()]
         (entry,) = [log for log in logs if log.get("request_id") == "my-id"]
         assert entry["status"] == 200
         assert entry["path"] == "/v1/completions"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,17 +74,7 @@ class UpperLeftMask(TorchBackend):
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         queries = batch.query_start_loc.diff()
         lengths = torch.where(queries > 1, queries, batch.seq_lens)
-        return super().plan(
-            AttentionBatch(
-                batch.positions,
-                batch.slot_mapping,
-                batch.block_tables,
-                lengths,
-                batch.query_start_loc,
-                batch.max_query_len,
-                int(lengths.max()),
-            )
-        )
+        return super().plan(replace(batch, seq_lens=lengths, max_seq_len=int(lengths.max())))
 
 
 class StaleDecode(TorchBackend):
@@ -92,17 +83,7 @@ class StaleDecode(TorchBackend):
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         queries = batch.query_start_loc.diff()
         lengths = torch.where(queries == 1, batch.seq_lens - 1, batch.seq_lens)
-        return super().plan(
-            AttentionBatch(
-                batch.positions,
-                batch.slot_mapping,
-                batch.block_tables,
-                lengths,
-                batch.query_start_loc,
-                batch.max_query_len,
-                batch.max_seq_len,
-            )
-        )
+        return super().plan(replace(batch, seq_lens=lengths))
 
 
 class _MovedSlots(TorchBackend):

@@ -12,7 +12,7 @@ import mmap
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from minipaged.bench.machine import last_level_cache_bytes
 
@@ -20,23 +20,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from minipaged.ops.native_probes import NativeProbes
+
 HUGE_PAGE = 2 << 20
 CACHES = 8  # the buffer is at least this many times the last-level cache
 PASSES = 5  # one probe is the median of so many passes
 LEAST_BUFFER = 512 << 20
-
-
-@runtime_checkable
-class NativeProbes(Protocol):
-    """What the native back end offers: both rates per second, by all threads."""
-
-    isa: str
-
-    def read_bandwidth(self, nbytes: int = ..., *, buffer: Tensor | None = None) -> float:
-        """Bytes per second of one pass over `buffer`, uint8."""
-
-    def matrix_peak(self, dtype: torch.dtype = ...) -> float:
-        """Floating-point operations per second on data in the L1 cache."""
 
 
 class Probes:
@@ -105,12 +94,13 @@ class Probes:
 
 
 def _native() -> NativeProbes | None:
-    from minipaged.ops.registry import available_backends, get_backend
+    from minipaged.ops.registry import available_backends
 
     if available_backends()["cpu"] is not None:
         return None
-    backend = get_backend("cpu")
-    return backend if isinstance(backend, NativeProbes) else None
+    from minipaged.ops.native import NativeBackend
+
+    return NativeBackend().probes
 
 
 def _buffer(nbytes: int, device: str) -> tuple[Tensor, str]:

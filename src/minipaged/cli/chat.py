@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, usage_errors, with_flags
+from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, show_summary, summarised, usage_errors, with_flags
 
 EXAMPLE = 'Example:  minipaged chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --no-think'
 
@@ -43,12 +43,13 @@ def chat(
 
     with usage_errors():
         params = SamplingParams(**{k: v for k, v in sampling.items() if v is not None})
-        engine_owner = LLM(model, **llm)
+        with summarised():
+            engine_owner = LLM(model, **llm)
     with engine_owner:
         with usage_errors():
             session = ChatSession(engine_owner, params, system=system)
             session.thinking = think
-        typer.echo(engine_owner.summary(), err=True)
+        show_summary(engine_owner.summary())
         lines = line_source(list(COMMANDS), _history_file() if history else None)
         interactive = isinstance(lines, Editor)
         if interactive:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, usage_errors, with_flags
+from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, show_summary, summarised, usage_errors, with_flags
 
 if TYPE_CHECKING:
     from minipaged.cli.blocks_view import PoolSnapshot
@@ -34,10 +34,11 @@ def generate(
         if not all(prompts):
             raise ValueError("an empty prompt has nothing to continue; give at least one character")
         params = SamplingParams(**{k: v for k, v in sampling.items() if v is not None})
-        engine_owner = LLM(model, **llm)
+        with summarised(not as_json):
+            engine_owner = LLM(model, **llm)
     with engine_owner:
         if not as_json:
-            typer.echo(engine_owner.summary(), err=True)
+            show_summary(engine_owner.summary())
         session = _Session(engine_owner, keep_snapshots=show_blocks)
         started = time.perf_counter()
         with usage_errors():

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from minipaged.errors import CheckpointError, UnsupportedModelError
+from minipaged.errors import CheckpointError, PoolSizeWarning, UnsupportedModelError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,6 +125,24 @@ def with_flags(**groups: tuple[Flag, ...]) -> Callable[[F], F]:
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+@contextmanager
+def summarised(wanted: bool = True) -> Iterator[None]:
+    """For loading an engine whose summary is shown afterwards: what it says about the pool is no warning as well.
+
+    wanted False: there will be no summary.
+    """
+    with warnings.catch_warnings():
+        if wanted:
+            warnings.simplefilter("ignore", PoolSizeWarning)
+        yield
+
+
+def show_summary(summary: str) -> None:
+    """The start-up summary on stderr, unless the log has it already (`--log-level info`)."""
+    if not logging.getLogger("minipaged.engine.loading").isEnabledFor(logging.INFO):
+        typer.echo(summary, err=True)
 
 
 class UsageError(ValueError):

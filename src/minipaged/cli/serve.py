@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.options import LLM_FLAGS, PANELS, Flag, usage_errors, with_flags
+from minipaged.cli.options import LLM_FLAGS, PANELS, Flag, show_summary, summarised, usage_errors, with_flags
+
+logger = logging.getLogger(__name__)
 
 EXAMPLE = "Example:  minipaged serve Qwen/Qwen3-0.6B --port 8000 --api-key secret"
 KEYS_VARIABLE = "MINIPAGED_API_KEY"
@@ -52,19 +55,19 @@ def serve(
             **server,
         )
     sock = listen(host, port)  # before the model is loaded: a port in use is known at once
+    use_json()  # before the model is loaded: what that logs is JSON too
     try:
-        with usage_errors():
+        with usage_errors(), summarised():
             engine = AsyncLLM(model, **llm)
     except BaseException:
         sock.close()
         raise
-    use_json()
-    typer.echo(engine.loaded.summary(), err=True)
+    show_summary(engine.loaded.summary())
     address, bound_port = sock.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     typer.echo(f"serving {settings.served_model_names[0]!r} on http://{shown}:{bound_port}/v1", err=True)
     if not settings.api_keys and address not in ("127.0.0.1", "::1"):
-        typer.echo("warning: everybody on this network may use it; see --api-key", err=True)
+        logger.warning("everybody on this network may use it; see --api-key")
     run(create_app(engine, settings), sock)
 
 

@@ -24,6 +24,7 @@ class Diagnosis:
 
     @property
     def usable(self) -> bool:
+        """Whether any back end can serve here."""
         return self.backend is not None
 
     def fact(self, name: str, key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minipaged._warnings import warn
+from minipaged.errors import PoolSizeWarning
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.config import ModelConfig
 from minipaged.model.parameters import num_weights
@@ -56,7 +57,7 @@ def size_pool(
                 f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
                 f"less than max_model_len = {wanted_len}: longer ones will be refused"
             )
-            warn(note)
+            warn(note, PoolSizeWarning)
             return PoolSize(num_blocks, wanted_len, note)
         return PoolSize(num_blocks, wanted_len)
     budget = kv_cache_memory if kv_cache_memory is not None else available_bytes
@@ -79,7 +80,7 @@ def size_pool(
         f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
         f"holds {blocks} blocks; raise kv_cache_memory"
     )
-    warn(note)
+    warn(note, PoolSizeWarning)
     return PoolSize(blocks, blocks * block_size + 1, note)
 
 

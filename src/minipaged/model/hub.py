@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from importlib.resources import files
 from pathlib import Path
 
-DEMO_MODEL = "demo_model"
+DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo_model"
+"""The bundled model, beside this code: installs of every kind have it there."""
 NEEDED_FILES = (
     "config.json",
     "generation_config.json",
@@ -35,10 +35,11 @@ def resolve_model(model: str | Path | None = None, revision: str | None = None) 
     `model` is a file.
     """
     if model is None:
-        folder = Path(str(files("minipaged"))) / DEMO_MODEL
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"the bundled demo model is not at {folder}: reinstall minipaged, or pass a model")
-        return folder
+        if not (DEMO_FOLDER / "config.json").is_file():
+            raise FileNotFoundError(
+                f"the bundled demo model is not at {DEMO_FOLDER}: reinstall minipaged, or pass a model"
+            )
+        return DEMO_FOLDER
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

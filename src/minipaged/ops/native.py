@@ -1,18 +1,14 @@
 """Back end "cpu": the C++ kernels of `native/`, called through ctypes (which releases the interpreter lock).
 
 Logits are bit-identical whatever the batch: every output element is one chain of operations in a fixed order
-(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct: the
-layouts are those of native/api.h, where every field is 8 bytes wide.
+(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct; the
+layouts are in `native_arguments`, packed weights in `native_weights`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
-import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,65 +16,28 @@ from torch import Tensor
 
 from minipaged.errors import BackendUnavailableError
 from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
-from minipaged.ops.native_library import (
-    check,
-    huge_page_tensor,
-    instruction_sets,
-    load_library,
-    unavailable_reason,
+from minipaged.ops.native_arguments import (
+    ATTENTION,
+    EMBED,
+    LINEAR,
+    RMS_NORM,
+    ROPE_WRITE,
+    TYPES,
+    CacheStruct,
+    as_flat,
+    as_rows,
+    bind_batch,
+    describe_cache,
 )
+from minipaged.ops.native_library import check, huge_page_tensor, instruction_sets, load_library, unavailable_reason
+from minipaged.ops.native_probes import NativeProbes
+from minipaged.ops.native_weights import WeightStruct, pack
 from minipaged.ops.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from minipaged.kv.paged_cache import PagedKVCache
 
 ISA_VARIABLE = "MINIPAGED_CPU_ISA"
-
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_HUGE_FROM = 1 << 20  # bytes; smaller weights would waste most of a 2 MiB page
-
-# P pointer, q int64, d double: see native/api.h for the fields.
-_WEIGHT = struct.Struct("PPqqqq")
-_PACK = struct.Struct("PPqq")
-_EMBED = struct.Struct("PPqPqq")
-_LINEAR = struct.Struct("PPqqPdPqPqqq")
-_RMS_NORM = struct.Struct("PqqqPdPqqq")
-_CACHE = struct.Struct("PPqqqqqqqqqqq")
-_ROPE_WRITE = struct.Struct("PqqqPPddPPqPPPPqq")
-_BATCH = struct.Struct("PqqPPq")
-_PROBE = struct.Struct("PqqqP")
-_ATTENTION = struct.Struct("PPPqqqPqqdq")
-
-
-@dataclass(slots=True)
-class _Weight:
-    """A packed weight and the C struct that describes it."""
-
-    header: ctypes.Array[ctypes.c_char]
-    address: int
-    dtype: torch.dtype
-    memory: Tensor  # owned here, read by C++
-    bias: Tensor | None
-
-
-@dataclass(slots=True)
-class _Batch:
-    header: ctypes.Array[ctypes.c_char]
-    address: int
-    tokens: int
-
-
-@dataclass(slots=True)
-class _Cache:
-    header: ctypes.Array[ctypes.c_char]
-    address: int
-    key_pointer: int
-    value_pointer: int
-    dtype: torch.dtype
-    num_kv_heads: int
-    head_dim: int
 
 
 class NativeBackend(Backend):
@@ -101,11 +60,12 @@ class NativeBackend(Backend):
         self.isa: str = self._kernels.name.decode()
         self.threads = threads or torch.get_num_threads()
         self._torch: TorchBackend | None = None
-        self._caches: weakref.WeakKeyDictionary[PagedKVCache, _Cache] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakKeyDictionary[PagedKVCache, CacheStruct] = weakref.WeakKeyDictionary()
         # Bound once: a lookup in the ctypes structure builds a new function object each time.
         self._linear, self._attention = self._kernels.linear, self._kernels.attention
         self._rope_write, self._rms_norm = self._kernels.rope_write, self._kernels.rms_norm
         self._embed, self._pack = self._kernels.embed, self._kernels.pack
+        self.probes = NativeProbes(self._kernels, self.threads)
         self.empty_call = self._kernels.nothing  # for benchmarks: what a call costs by itself
 
     def pack_linear(
@@ -117,35 +77,7 @@ class NativeBackend(Backend):
         use: Literal["linear", "embed", "both"] = "linear",
     ) -> PackedLinear:
         """Take over weight [out, in]. Types other than bfloat16 are kept in float32. One copy serves all uses."""
-        out_features, in_features = weight.shape
-        if gated and out_features % 2:
-            raise ValueError(f"a gated weight needs gate rows and as many up rows, not {out_features} in all")
-        if weight.dtype not in _TYPES:
-            weight = weight.float()
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
-        type_code = _TYPES[weight.dtype]
-        plain = _WEIGHT.pack(0, 0, in_features, out_features, gated, type_code)
-        nbytes = load_library().mp_packed_bytes(plain)
-        if nbytes >= _HUGE_FROM:
-            memory = huge_page_tensor((nbytes,), torch.uint8)
-        else:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        columns = None if bias is None else _packed_columns(bias, gated)
-        header = ctypes.create_string_buffer(
-            _WEIGHT.pack(
-                memory.data_ptr(),
-                0 if columns is None else columns.data_ptr(),
-                in_features,
-                out_features,
-                gated,
-                type_code,
-            )
-        )
-        address = ctypes.addressof(header)
-        check(self._pack(_PACK.pack(address, weight.data_ptr(), weight.stride(0), self.threads)))
-        data = _Weight(header, address, weight.dtype, memory, columns)
-        return PackedLinear(in_features, out_features, gated, data)
+        return pack(self._pack, weight, bias, gated=gated, threads=self.threads)
 
     def linear(
         self,
@@ -158,7 +90,7 @@ class NativeBackend(Backend):
         out: Tensor | None = None,
     ) -> Tensor:
         """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 where weights are bfloat16."""
-        data: _Weight = w.data
+        data: WeightStruct = w.data
         rows, features = x.shape
         width = w.out_features // 2 if w.gated else w.out_features
         if features != w.in_features or w.gated != (act == "silu_mul"):
@@ -167,15 +99,15 @@ class NativeBackend(Backend):
             out = torch.empty((rows, width), dtype=x.dtype)
         elif out.shape != (rows, width):
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {(rows, width)}")
-        x = _rows(x, data.dtype)
-        result = out if out.stride(1) == 1 and out.dtype in _TYPES else torch.empty((rows, width), dtype=data.dtype)
-        weight = None if norm is None else _rows(norm.weight, data.dtype)
+        x = as_rows(x, data.dtype)
+        result = out if out.stride(1) == 1 and out.dtype in TYPES else torch.empty((rows, width), dtype=data.dtype)
+        weight = None if norm is None else as_rows(norm.weight, data.dtype)
         if residual is not None:
             if residual.shape != out.shape:
                 raise ValueError(f"residual has shape {tuple(residual.shape)}, needed {(rows, width)}")
-            residual = _rows(residual, result.dtype)
+            residual = as_rows(residual, result.dtype)
         code = self._linear(
-            _LINEAR.pack(
+            LINEAR.pack(
                 data.address,
                 x.data_ptr(),
                 x.stride(0),
@@ -186,7 +118,7 @@ class NativeBackend(Backend):
                 0 if residual is None else residual.stride(0),
                 result.data_ptr(),
                 result.stride(0),
-                _TYPES[result.dtype],
+                TYPES[result.dtype],
                 self.threads,
             )
         )
@@ -196,7 +128,7 @@ class NativeBackend(Backend):
 
     def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         """Rows of a packed, ungated weight."""
-        data: _Weight = w.data
+        data: WeightStruct = w.data
         if w.gated:
             raise ValueError("a gated weight has no embedding rows")
         if token_ids.dtype != torch.int64 or token_ids.dim() != 1:
@@ -209,9 +141,7 @@ class NativeBackend(Backend):
             raise ValueError(f"out has shape {tuple(result.shape)}, needed {(count, w.in_features)}")
         check(
             self._embed(
-                _EMBED.pack(
-                    data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads
-                )
+                EMBED.pack(data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads)
             )
         )
         return result if out is None or direct else out.copy_(result)
@@ -219,17 +149,17 @@ class NativeBackend(Backend):
     def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dimension, any leading dimensions."""
         size = x.shape[-1]
-        if x.dtype not in _TYPES:
+        if x.dtype not in TYPES:
             return self._other().rms_norm(x, norm, out=out)
-        rows = _rows(x.reshape(-1, size), x.dtype)
-        weight = _rows(norm.weight, x.dtype)
+        rows = as_rows(x.reshape(-1, size), x.dtype)
+        weight = as_rows(norm.weight, x.dtype)
         direct = out is not None and out.dtype == x.dtype and out.dim() == 2 and out.stride(1) == 1
         result = out if out is not None and direct else torch.empty(rows.shape, dtype=x.dtype)
         if out is not None and out.shape != x.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(x.shape)}")
         check(
             self._rms_norm(
-                _RMS_NORM.pack(
+                RMS_NORM.pack(
                     rows.data_ptr(),
                     rows.stride(0),
                     rows.shape[0],
@@ -238,7 +168,7 @@ class NativeBackend(Backend):
                     norm.eps,
                     result.data_ptr(),
                     result.stride(0),
-                    _TYPES[x.dtype],
+                    TYPES[x.dtype],
                     self.threads,
                 )
             )
@@ -272,20 +202,22 @@ class NativeBackend(Backend):
             raise ValueError(f"{tokens} tokens, but {positions.shape[0]} positions and {slot_mapping.shape[0]} slots")
         if out is not None and out.shape != shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {shape}")
-        qkv = _rows(qkv, c.dtype)
-        q_weight, k_weight = _rows(q_norm.weight, c.dtype), _rows(k_norm.weight, c.dtype)
-        cos, sin = _flat(rope.cos, torch.float32), _flat(rope.sin, torch.float32)
-        if (
-            cos.shape[1] != c.head_dim // 2
-            or sin.shape != cos.shape
-            or q_weight.shape != k_weight.shape != (c.head_dim,)
-        ):
-            raise ValueError(f"rotary table {tuple(cos.shape)} or norm weights do not fit head_dim {c.head_dim}")
-        positions, slot_mapping = _flat(positions, torch.int64), _flat(slot_mapping, torch.int64)
+        qkv = as_rows(qkv, c.dtype)
+        q_weight, k_weight = as_rows(q_norm.weight, c.dtype), as_rows(k_norm.weight, c.dtype)
+        cos, sin = as_flat(rope.cos, torch.float32), as_flat(rope.sin, torch.float32)
+        if cos.shape[1] != c.head_dim // 2 or sin.shape != cos.shape:
+            raise ValueError(
+                f"rotary tables {tuple(cos.shape)} and {tuple(sin.shape)} do not fit head_dim {c.head_dim}"
+            )
+        if not q_weight.shape == k_weight.shape == (c.head_dim,):
+            raise ValueError(
+                f"norm weights {tuple(q_weight.shape)} and {tuple(k_weight.shape)} do not fit head_dim {c.head_dim}"
+            )
+        positions, slot_mapping = as_flat(positions, torch.int64), as_flat(slot_mapping, torch.int64)
         direct = out is not None and out.dtype == c.dtype and out.stride(2) == 1 and out.stride(1) == c.head_dim
         query = out if out is not None and direct else torch.empty(shape, dtype=c.dtype)
         code = self._rope_write(
-            _ROPE_WRITE.pack(
+            ROPE_WRITE.pack(
                 qkv.data_ptr(),
                 qkv.stride(0),
                 tokens,
@@ -311,20 +243,7 @@ class NativeBackend(Backend):
 
     def plan(self, batch: AttentionBatch) -> AttentionPlan:
         """Bind the addresses of a step's batch; the tensors must stay alive and unchanged until the step ends."""
-        tables, lengths, starts = batch.block_tables, batch.seq_lens, batch.query_start_loc
-        rows = lengths.shape[0]
-        if tables.shape[0] != rows or starts.shape[0] != rows + 1:
-            raise ValueError(f"{rows} sequences, but {tables.shape[0]} block tables and {starts.shape[0]} query starts")
-        tables, lengths, starts = _rows(tables, torch.int32), _flat(lengths, torch.int32), _flat(starts, torch.int32)
-        header = ctypes.create_string_buffer(
-            _BATCH.pack(
-                tables.data_ptr(), tables.stride(0), tables.shape[1], lengths.data_ptr(), starts.data_ptr(), rows
-            )
-        )
-        data = _Batch(header, ctypes.addressof(header), int(starts[-1]))
-        kept = AttentionBatch(
-            batch.positions, batch.slot_mapping, tables, lengths, starts, batch.max_query_len, batch.max_seq_len
-        )
+        kept, data = bind_batch(batch)
         return AttentionPlan(kept, data)
 
     def attention(
@@ -354,10 +273,10 @@ class NativeBackend(Backend):
             out = torch.empty((tokens, stride), dtype=query.dtype).as_strided((tokens, heads, dim), (stride, dim, 1))
         elif out.shape != query.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(query.shape)}")
-        query = _rows(query, c.dtype)
+        query = as_rows(query, c.dtype)
         result = out if out.dtype == c.dtype and out.stride(2) == 1 else torch.empty(query.shape, dtype=c.dtype)
         code = self._attention(
-            _ATTENTION.pack(
+            ATTENTION.pack(
                 b.address,
                 c.address,
                 query.data_ptr(),
@@ -375,75 +294,22 @@ class NativeBackend(Backend):
             check(code)
         return out if result is out else out.copy_(result)
 
-    def read_bandwidth(
-        self, nbytes: int = 1 << 30, *, buffer: Tensor | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> float:
-        """Bytes per second of one pass over huge-page memory by all threads; `buffer`: touched memory to read."""
-        if buffer is None:
-            buffer = huge_page_tensor((nbytes,), torch.uint8).fill_(1)
-        result = ctypes.c_float()
-        call = _PROBE.pack(buffer.data_ptr(), buffer.numel(), 0, self.threads, ctypes.addressof(result))
-        start = clock()
-        self._kernels.read_probe(call)
-        return buffer.numel() / (clock() - start)
-
-    def matrix_peak(
-        self,
-        dtype: torch.dtype = torch.bfloat16,
-        *,
-        steps: int = 1 << 20,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> float:
-        """Floating-point operations per second of the product kernel on data in L1, all threads."""
-        result = ctypes.c_float()
-        call = _PROBE.pack(0, steps, _TYPES[dtype], self.threads, ctypes.addressof(result))
-        start = clock()
-        self._kernels.peak_probe(call)
-        return steps * self.threads * 12 * 32 * 2 * (4 // dtype.itemsize) / (clock() - start)
-
     def _other(self) -> TorchBackend:
         """For what the kernels do not do: float16 or mixed types, odd head dimensions, negative scales."""
         if self._torch is None:
             self._torch = TorchBackend()
         return self._torch
 
-    def _cache(self, cache: PagedKVCache) -> _Cache | None:
+    def _cache(self, cache: PagedKVCache) -> CacheStruct | None:
         """The C struct of a cache, made once and again only if its memory moved; None if no kernel takes it."""
         known = self._caches.get(cache)
         key, value = cache.key_cache, cache.value_cache
         if known is not None and known.key_pointer == key.data_ptr() and known.value_pointer == value.data_ptr():
             return known
-        blocks, heads, block_size, dim = key.shape
-        if key.dtype not in _TYPES or dim % 8 or not 8 <= dim <= 256 or key.stride(3) != 1 or value.stride(3) != 1:
-            return None
-        strides = key.stride()[:3] + value.stride()[:3]
-        header = ctypes.create_string_buffer(
-            _CACHE.pack(key.data_ptr(), value.data_ptr(), *strides, blocks, heads, block_size, dim, _TYPES[key.dtype])
-        )
-        known = _Cache(header, ctypes.addressof(header), key.data_ptr(), value.data_ptr(), key.dtype, heads, dim)
-        self._caches[cache] = known
-        return known
-
-
-def _packed_columns(bias: Tensor, gated: bool) -> Tensor:
-    """The bias in float32 and in the order of packed columns: panels of 32, or of 16 gate and 16 up."""
-    halves = bias.float().view(2 if gated else 1, -1)
-    width = 16 if gated else 32
-    padded = torch.nn.functional.pad(halves, (0, -halves.shape[1] % width))
-    return padded.view(halves.shape[0], -1, width).transpose(0, 1).contiguous()
-
-
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in that type with its last dimension contiguous: itself nearly always."""
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype != dtype:
-        x = x.to(dtype)
-    return x if x.is_contiguous() else x.contiguous()
+        described = describe_cache(cache)
+        if described is not None:
+            self._caches[cache] = described
+        return described
 
 
 __all__ = [

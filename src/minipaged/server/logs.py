@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from datetime import datetime, timezone
 
 
@@ -26,6 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def use_json() -> None:
-    """Let every handler of the root logger write JSON."""
+    """Let every handler of the root logger write JSON, and warnings go there, as the logger "py.warnings"."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonFormatter())
+    warnings.showwarning = lambda message, *_: logging.getLogger("py.warnings").warning("%s", message)
