@@ -175,6 +175,15 @@ int main() {
                 attention(k, type, 1, 1, dim, 256, {515}, {40});
             }
         }
+        // Few rows without packing (few_rows.h): enough sequences that a unit has several heads, runs of 16, 32 and 64 keys,
+        // odd counts of keys, blocks that a run straddles.
+        for (int64_t group = 1; group <= 9; group++)
+            for (int64_t bs : {5, 16, 33, 64, 100}) {
+                const int64_t dim = 64 * (1 + (group + bs) % 4), heads = 1 + (group * 3 + bs) % 5;
+                const std::vector<int> lengths = {1, 15, 17, 33, 63, 64, 65, 127, 129, 3}, ones(lengths.size(), 1);
+                attention(k, MP_BF16, heads, group, dim, bs, lengths, ones);
+            }
+        attention(k, MP_BF16, 9, 2, 128, 16, {513, 1025, 31, 2, 77, 47}, {1, 1, 1, 1, 1, 5});
         printf("%s: %s\n", name, failures ? "FAILED" : "ok");
     }
     return failures != 0;
