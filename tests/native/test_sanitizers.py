@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # it compiles every instruction set
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake and a C++ compiler")
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "tools"))

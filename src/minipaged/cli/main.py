@@ -55,8 +55,8 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
     """Let compute threads that wait for each other sleep soon, unless the user has said how they are to wait.
 
     GNU's OpenMP spins for milliseconds; where other processes want the cores, whoever is waited for does not get one
-    meanwhile: steps became three to four times slower (`benchmarks/results/native-tuning.md`). It reads the variable when
-    torch is imported.
+    meanwhile: steps became three to four times slower (`benchmarks/results/native-tuning.md`). It reads the variable
+    when torch is imported.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = "2000"
