@@ -1,6 +1,7 @@
 // Causal attention over the paged cache, one code path for decode and prefill.
 //
-// What one query row computes depends on nothing but its position and the keys before it:
+// What one query row computes depends on nothing but its position and the keys and values before it, as long as these and
+// their neighbours in the same tile are finite:
 //   - keys are taken in tiles of 64 and splits of 512 by ABSOLUTE position, whatever the block size or the chunk;
 //   - a score is one chain over the head dimension, a row of P V one chain over the keys of a tile (see tile.h), which
 //     continues the row so far in bf16; in float32 it is added to it, for half the error;
@@ -252,6 +253,16 @@ struct Attention {
         }
     }
 
+    int check() const {  // of all rows before anything is written
+        if (batch->sequences > 0 && batch->query_start_loc[0] != 0) return MP_BAD_LENGTH;
+        for (int64_t s = 0; s < batch->sequences; s++) {
+            const int64_t length = batch->seq_lens[s];
+            if (queries(s) < 0 || length < 0 || (length > 0 && history(s) < 0)) return MP_BAD_LENGTH;
+            if (ceil_div(length, cache->block_size) > batch->table_width) return MP_BAD_BLOCK;
+        }
+        return MP_OK;
+    }
+
     int run() const {
         static thread_local Scratch unit_memory, partial_memory, thread_memory;
         const int64_t sequences = batch->sequences, heads = cache->kv_heads, threads = a->threads;
@@ -259,15 +270,14 @@ struct Attention {
 
         // How finely decode is cut: whole heads together read whole blocks; fewer per unit when there is little work.
         int64_t decode_splits = 0, prefill_units = 0, partial_rows = 0;
+        if (const int problem = check()) return problem;
         for (int64_t s = 0; s < sequences; s++) {
-            if (queries(s) < 0 || batch->seq_lens[s] < 0) return MP_BAD_LENGTH;
             if (batch->seq_lens[s] == 0) {  // a row without tokens gives zeros
                 for (int64_t t = 0; t < queries(s); t++)
                     for (int64_t h = 0; h < a->query_heads; h++)
                         memset(output(batch->query_start_loc[s] + t, h), 0, dim * sizeof(T));
                 continue;
             }
-            if (history(s) < 0) return MP_BAD_LENGTH;
             if (queries(s) == 1) decode_splits += ceil_div(batch->seq_lens[s], SPLIT);
             else prefill_units += ceil_div(queries(s), tile_tokens) * heads;
         }

@@ -1,5 +1,6 @@
 // Online softmax over tiles of 64 keys: what a query row remembers of the keys so far, and how one more tile changes it.
 //   - softmax runs in log2 units: m = max(m, highest * s), e = 2^(x s - m), one polynomial for e and for rescaling;
+//   - x s is rounded as m was, so that the best key has exactly 2^0, however large the scores are;
 //   - masked e are exactly 0, and the sum of e keeps 16 lanes until the split ends.
 // Milakov and Gimelshein 2018.
 #pragma once
@@ -46,7 +47,7 @@ inline void soften(const float* scores, int rows, const int* visible, float log2
     for (int r = 0; r < rows; r++) {
         const float* x = scores + r * TILE;
         f32x16 e[TILE / LANES];
-        for (int v = 0; v < TILE / LANES; v++) e[v] = exp2(fma(load(x + LANES * v), splat(log2_scale), splat(-m[r])));
+        for (int v = 0; v < TILE / LANES; v++) e[v] = exp2(load(x + LANES * v) * splat(log2_scale) - splat(m[r]));
         for (int v = 0; visible[r] < TILE && v < TILE / LANES; v++)
             e[v] = first_or(e[v], min_of(LANES, max_of(0, visible[r] - LANES * v)), splat(0.0f));
         for (int v = 0; v < TILE / LANES; v++) store(p + r * TILE + LANES * v, e[v]);

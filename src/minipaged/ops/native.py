@@ -58,6 +58,8 @@ class NativeBackend(Backend):
             )
         self._kernels = found.contents
         self.isa: str = self._kernels.name.decode()
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
         self.threads = threads or torch.get_num_threads()
         self._torch: TorchBackend | None = None
         self._caches: weakref.WeakKeyDictionary[PagedKVCache, CacheStruct] = weakref.WeakKeyDictionary()
@@ -261,7 +263,7 @@ class NativeBackend(Backend):
             other = self._other()
             return other.attention(query, cache, other.plan(plan.batch), scale=scale, out=out)
         tokens, heads, dim = query.shape
-        if dim != c.head_dim or heads % c.num_kv_heads or tokens < b.tokens:
+        if dim != c.head_dim or heads < 1 or heads % c.num_kv_heads or tokens < b.tokens:
             raise ValueError(
                 f"query {tuple(query.shape)} does not fit: the cache has {c.num_kv_heads} heads of {c.head_dim}, "
                 f"the batch {b.tokens} tokens"

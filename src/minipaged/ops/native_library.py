@@ -25,7 +25,11 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     2: (IndexError, "a block table entry that a sequence needs is outside the block pool"),
     3: (IndexError, "a position is outside the rotary table; raise max_model_len"),
     4: (IndexError, "a token id is outside the vocabulary"),
-    5: (ValueError, "seq_lens and query_start_loc contradict each other: a row has more queries than tokens"),
+    5: (
+        ValueError,
+        "seq_lens and query_start_loc contradict each other: starts begin at 0 and rise, and no row has more queries "
+        "than tokens",
+    ),
 }
 
 

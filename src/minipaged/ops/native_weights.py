@@ -34,6 +34,8 @@ def pack(
     out_features, in_features = weight.shape
     if gated and out_features % 2:
         raise ValueError(f"a gated weight needs gate rows and as many up rows, not {out_features} in all")
+    if bias is not None and bias.shape != (out_features,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, the weight has {out_features} outputs")
     if weight.dtype not in TYPES:
         weight = weight.float()
     if weight.stride(1) != 1:
