@@ -7,20 +7,11 @@
 // 128, 16 slots), which the hardware's prefetchers follow.
 #pragma once
 #include "softmax.h"
+#include "tile_rows.h"
 
 namespace MP_ISA {
 
 constexpr int FEW_ROWS = REGISTER_ROWS > 4 ? 8 : 0;
-
-alignas(64) static const char zero_row[1024] = {};
-
-// Where the keys and values of a tile lie, for the first of some heads. Keys that do not exist repeat the last one, their
-// scores are masked; values that do not exist are zeros (0 * NaN is NaN).
-struct TileRows {
-    const char* row[2 * TILE];  // keys, then values
-    int count;
-    bool bad_block;
-};
 
 struct FewTile {
     const TileRows *rows, *next;  // next: the tile after this one, or null
