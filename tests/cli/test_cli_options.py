@@ -46,6 +46,8 @@ def test_the_least_value_of_a_flag_holds() -> None:
         ("--max-tokens", "0", "max_tokens must be an integer of at least 1, got 0"),
         ("--num-blocks", "0", "num_blocks must be an integer of at least 1, got 0"),
         ("--backend", "abacus", f"choose one of {', '.join(map(repr, available_backends()))}"),
+        ("--kv-journal", "", "kv_journal must be a name, got ''"),
+        ("--threads", "0", "threads must be an integer of at least 1, got 0"),
         ("--eviction-policy", "mru", "choose one of ['lfu', 'lru']"),
     ],
 )

@@ -43,7 +43,7 @@ class Flag:
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
         kind = self.type if self.type is bool or self.default is not None else self.type | None
         if self.type in (int, float):
-            metavar = "INTEGER" if self.type is int else "FLOAT"
+            metavar = f"<{self.type.__name__}>"  # as Typer writes it; from a parser it would take the function's name
             option = typer.Option(decl, help=self.help, parser=self.number, metavar=metavar, rich_help_panel=panel)
         else:
             option = typer.Option(decl, help=self.help, rich_help_panel=panel)
@@ -156,6 +156,9 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
+# What a keyword can be given and a flag cannot, in the messages of the library.
+_PYTHON_ONLY = re.compile(r",? or (None|pass an object)\b|\bNone or (?=an? )")
+
 PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark", "work": "Workload"}
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -223,9 +226,6 @@ class UsageError(ValueError):
     """What the user asked for makes no sense: exit status 2."""
 
 
-_PYTHON_ONLY = re.compile(r",? or (None|pass an object)\b")  # ways out that a flag does not have
-
-
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """A ValueError in here is the caller's: wrong usage. A broken or unsupported checkpoint is not."""
@@ -234,7 +234,7 @@ def usage_errors() -> Iterator[None]:
     except (CheckpointError, UnsupportedModelError):
         raise
     except ValueError as error:
-        raise UsageError(_PYTHON_ONLY.sub("", str(error))) from error
+        raise UsageError(str(error)) from error
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_PYTHON_ONLY.sub('', str(error))}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
