@@ -110,6 +110,7 @@ OTHERS = {
     "aarch64-linux-gnu-g++",
     "qemu-aarch64",
     "export",
+    "source",
     "benchmarks/rivals/setup.sh",
 }
 

@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from minipaged import KVBlockManager
 from minipaged.cli.blocks_view import PoolSnapshot, print_pool
+from minipaged.cli.generate import _warn_of_models
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -147,3 +149,22 @@ def test_ctrl_c_shows_what_there_is_and_is_no_success() -> None:
         assert process.wait(60) == 130
     assert errors.splitlines()[-1] == "interrupted"
     assert "generated tokens" in errors
+
+
+def test_a_prompt_that_looks_like_a_model_is_questioned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for prompt in ("Qwen/Qwen3-0.6B", str(tmp_path)):
+        done = run("generate", prompt, "hello", "--max-tokens", "1", "--json", "--num-blocks", "20")
+        assert done.returncode == 0, done.stderr
+        assert f"warning: {prompt!r} looks like a model" in done.stderr
+        assert f"--model {prompt}" in done.stderr
+        assert [out["prompt"] for out in json.loads(done.stdout)["outputs"]] == [prompt, "hello"]
+
+
+def test_prompts_that_are_texts_are_not_questioned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").mkdir()  # a folder, but not a model's
+    monkeypatch.chdir(tmp_path)
+    _warn_of_models(["ROMEO:", "yes and/or no", "x" * 5000, "~nobody-of-that-name", "nul\0", "notes", "."])
+    assert capsys.readouterr().err == ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -30,6 +32,8 @@ def generate(
     """Continue PROMPTS with a Qwen3 model and stream the text."""
     from minipaged import LLM, SamplingParams
 
+    if model is None:
+        _warn_of_models(prompts)
     with usage_errors():
         if not all(prompts):
             raise ValueError("an empty prompt has nothing to continue; give at least one character")
@@ -59,6 +63,25 @@ def generate(
         raise KeyboardInterrupt  # after what there is has been shown
     if any(c.finish_reason == "error" for out in outputs for c in out.outputs):
         raise typer.Exit(1)
+
+
+def _warn_of_models(prompts: list[str]) -> None:
+    """The other commands take MODEL where this one takes PROMPTS: say so if a prompt looks like a model."""
+    for prompt in prompts:
+        hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", prompt, re.ASCII)
+        if hub_id or ("\0" not in prompt and len(prompt) < 4096 and _is_model_folder(prompt)):
+            typer.echo(
+                f"warning: {prompt!r} looks like a model, but is taken as a prompt for the demo model; "
+                f"to run that model: --model {prompt}",
+                err=True,
+            )
+
+
+def _is_model_folder(name: str) -> bool:
+    try:
+        return (Path(name).expanduser() / "config.json").is_file()
+    except (OSError, RuntimeError):  # longer than a file name may be, or `~` of a user that is not there: a text
+        return False
 
 
 class _Session:

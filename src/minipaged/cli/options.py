@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,29 +21,46 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from minipaged.errors import CheckpointError, PoolSizeWarning, UnsupportedModelError
+from minipaged.ops.registry import _BACKENDS  # the names alone: `available_backends` would import torch for --help
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One command-line flag: the keyword it sets, its type, its default (None = not given), help, least value."""
+    """One command-line flag: the keyword it sets, its type, its default (None = not given), help, least value, unit."""
 
     name: str
     type: Any
     default: Any
     help: str
     min: int | None = None
+    unit: str = ""  # of a number, for the error: "a number of bytes, for example 1073741824"
 
     def parameter(self, panel: str | None) -> inspect.Parameter:
         """The Typer parameter, in this panel of --help; underscores become dashes."""
         flag = "--" + self.name.replace("_", "-")
         decl = f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
         kind = self.type if self.type is bool or self.default is not None else self.type | None
-        option = typer.Option(decl, help=self.help, min=self.min, rich_help_panel=panel)
+        if self.type in (int, float):
+            metavar = f"<{self.type.__name__}>"  # as Typer writes it; from a parser it would take the function's name
+            option = typer.Option(decl, help=self.help, parser=self.number, metavar=metavar, rich_help_panel=panel)
+        else:
+            option = typer.Option(decl, help=self.help, rich_help_panel=panel)
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, option]
         )
+
+    def number(self, given: str | int | float) -> int | float:
+        """What was typed (or the default) as a number; if it is none, a usage error with the value and the unit."""
+        unit = self.unit or ("a whole number" if self.type is int else "a number")
+        try:
+            number: int | float = self.type(given)
+        except (ValueError, OverflowError):
+            raise typer.BadParameter(f"got {given!r}; {unit}") from None
+        if self.min is not None and number < self.min:
+            raise typer.BadParameter(f"got {given!r}; {unit}, at least {self.min}")
+        return number
 
 
 LLM_FLAGS = (
@@ -50,37 +68,96 @@ LLM_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
     Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
     Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag("backend", str, None, "Kernels: reference, torch, cpu, triton or flashinfer; the best that runs by default."),
-    Flag("block_size", int, 16, "Tokens per KV block."),
-    Flag("num_blocks", int, None, "KV blocks in the pool; sized from memory by default."),
-    Flag("kv_cache_memory", int, None, "Bytes for the KV pool."),
-    Flag("gpu_memory_utilization", float, 0.9, "Share of the GPU's memory to use."),
-    Flag("max_model_len", int, None, "Longest sequence (prompt + output) in tokens."),
-    Flag("max_num_seqs", int, 64, "Sequences that may hold blocks at once."),
-    Flag("max_num_batched_tokens", int, None, "Token budget of one step (512 on the CPU, 8192 on a GPU)."),
+    Flag("backend", str, None, f"Kernels: {', '.join(_BACKENDS)}; the best that runs by default."),
+    Flag("block_size", int, 16, "Tokens per KV block.", unit="a number of tokens, for example 16"),
+    Flag(
+        "num_blocks",
+        int,
+        None,
+        "KV blocks in the pool; sized from memory by default.",
+        unit="a number of KV blocks, for example 1024",
+    ),
+    Flag("kv_cache_memory", int, None, "Bytes for the KV pool.", unit="a number of bytes, for example 1073741824"),
+    Flag(
+        "gpu_memory_utilization",
+        float,
+        0.9,
+        "Share of the GPU's memory to use.",
+        unit="a share above 0 and at most 1, for example 0.9",
+    ),
+    Flag(
+        "max_model_len",
+        int,
+        None,
+        "Longest sequence (prompt + output) in tokens.",
+        unit="a number of tokens, for example 4096",
+    ),
+    Flag(
+        "max_num_seqs", int, 64, "Sequences that may hold blocks at once.", unit="a number of sequences, for example 64"
+    ),
+    Flag(
+        "max_num_batched_tokens",
+        int,
+        None,
+        "Token budget of one step (512 on the CPU, 8192 on a GPU).",
+        unit="a number of tokens, for example 512",
+    ),
     Flag("enable_prefix_caching", bool, True, "Keep full blocks findable for later prompts."),
     Flag("eviction_policy", str, "lru", "Which idle cached block goes first: lru or lfu."),
     Flag("scheduling_policy", str, "fcfs", "Who runs first: fcfs or priority."),
     Flag("seed", int, 0, "Random seed."),
-    Flag("threads", int, None, "Compute threads; min(affinity, cgroup quota) by default."),
+    Flag(
+        "threads",
+        int,
+        None,
+        "Compute threads; min(affinity, cgroup quota) by default.",
+        unit="a number of threads, for example 4",
+    ),
     Flag("check_invariants", bool, False, "Check the block manager after every step (slow)."),
     Flag("kv_journal", str, None, "Write the block manager's events to this file."),
 )
 
 SAMPLING_FLAGS = (
-    Flag("n", int, 1, "Outputs per prompt."),
-    Flag("temperature", float, None, "0 = greedy; the model's own default if not given."),
-    Flag("top_p", float, None, "Nucleus sampling: smallest set of tokens with this probability."),
-    Flag("top_k", int, None, "Keep the k most likely tokens; 0 = all."),
-    Flag("min_p", float, 0.0, "Drop tokens below this share of the most likely one."),
-    Flag("max_tokens", int, None, "Most tokens to generate; as many as fit if not given."),
-    Flag("min_tokens", int, 0, "Fewest tokens to generate."),
+    Flag("n", int, 1, "Outputs per prompt.", unit="a number of outputs, for example 2"),
+    Flag(
+        "temperature",
+        float,
+        None,
+        "0 = greedy; the model's own default if not given.",
+        unit="a number, for example 0.7",
+    ),
+    Flag(
+        "top_p",
+        float,
+        None,
+        "Nucleus sampling: smallest set of tokens with this probability.",
+        unit="a probability above 0 and at most 1, for example 0.95",
+    ),
+    Flag("top_k", int, None, "Keep the k most likely tokens; 0 = all.", unit="a number of tokens, for example 20"),
+    Flag(
+        "min_p",
+        float,
+        0.0,
+        "Drop tokens below this share of the most likely one.",
+        unit="a share from 0 to 1, for example 0.05",
+    ),
+    Flag(
+        "max_tokens",
+        int,
+        None,
+        "Most tokens to generate; as many as fit if not given.",
+        unit="a number of tokens, for example 100",
+    ),
+    Flag("min_tokens", int, 0, "Fewest tokens to generate.", unit="a number of tokens, for example 10"),
     Flag("stop", list[str], None, "Stop at this text (may be repeated)."),
     Flag("ignore_eos", bool, False, "Go on after an end-of-sequence token."),
     Flag("presence_penalty", float, 0.0, "Subtracted once from a token that has been generated."),
     Flag("frequency_penalty", float, 0.0, "Subtracted for each time a token has been generated."),
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
+
+# What a keyword can be given and a flag cannot, in the messages of the library.
+_PYTHON_ONLY = re.compile(r",? or (None|pass an object)\b|\bNone or (?=an? )")
 
 PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark", "work": "Workload"}
 
@@ -174,7 +251,7 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_PYTHON_ONLY.sub('', str(error))}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
