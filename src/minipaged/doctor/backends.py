@@ -96,7 +96,7 @@ def native_missing(trouble: BuildTrouble, installation: Installation) -> Finding
 def _triton_unavailable(reason: str, device: str) -> Finding:
     if device == "cpu":
         return _finding("triton", reason, "note", "nothing to do without a GPU: it computes on GPUs only")
-    return _finding("triton", reason, "warning", "pip install 'minipaged-qwen[gpu]'; torch serves on the GPU meanwhile")
+    return _finding("triton", reason, "warning", "pip install '.[gpu]'; torch serves on the GPU meanwhile")
 
 
 def _start_error(name: str, device: str) -> str | None:
