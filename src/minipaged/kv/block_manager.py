@@ -57,8 +57,8 @@ class KVBlockManager:
     listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
     Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
-    the listener that raises, see `kv.events.Listener`). Unknown sequence ids raise UnknownSequenceError, a KeyError
-    with the id.
+    the listener or the eviction policy that raises: then the operation is complete). Unknown sequence ids raise
+    UnknownSequenceError, a KeyError with the id.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class KVBlockManager:
         for logical, block in enumerate(table):
             if self._pool.share(block):
                 self._num_tokens += self.block_size
-            self._pool.policy.hit(block)
+            self._pool.ask_policy(self._pool.policy.hit, block)
             self._pool.emit("share", block, sequence_id, logical)
         state = self._add_sequence(sequence_id, table, commit, commit.committed)
         self._pool.tell()
