@@ -178,14 +178,6 @@ def test_what_is_no_integer(name: str, value: object) -> None:
         SamplingParams(**{name: given})
 
 
-def test_an_unknown_keyword_is_named() -> None:
-    for kind in (LLM, AsyncLLM):
-        with pytest.raises(TypeError, match=r"unexpected keyword argument 'foo'$"):
-            kind(foo=1)
-    with pytest.raises(TypeError, match=r"AsyncLLM\(\) got .* 'max_num_seq'. Did you mean 'max_num_seqs'"):
-        AsyncLLM(max_num_seq=3)
-
-
 def test_warnings_point_at_the_line_that_asked(tiny_folder: Path) -> None:
     async def closed(llm: AsyncLLM) -> None:
         async with llm:
