@@ -174,3 +174,19 @@ def test_order_equals_a_full_sort_under_pressure(policy: str) -> None:
         harness.check()
     assert harness.evictions > 100
     assert harness.hits > 50
+
+
+def test_a_policy_object_belongs_to_one_manager() -> None:
+    class Mine(RankedPolicy):
+        __slots__ = ("_heap", "_ranks")
+
+        def rank(self, block: int, released: int) -> int:
+            return released
+
+    policy = Mine()
+    first = KVBlockManager(2, 1, eviction_policy=policy)
+    with pytest.raises(ValueError, match="belongs to another KVBlockManager"):
+        KVBlockManager(2, 1, eviction_policy=policy)
+    first.myself = first  # type: ignore[attr-defined]  # a cycle, as in an engine
+    del first
+    KVBlockManager(2, 1, eviction_policy=policy)

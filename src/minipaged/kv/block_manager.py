@@ -12,9 +12,11 @@ Not thread-safe: one thread (the engine's) calls it. Nothing here touches K/V me
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -30,6 +32,11 @@ from minipaged.kv.prefix_index import Entry, PrefixKeys, check_salt, token_array
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_MANAGER_OF: WeakValueDictionary[int, KVBlockManager] = WeakValueDictionary()
+"""By the policy's id, which is its own while a living manager holds it; a policy need be neither hashable nor weakly
+referable."""
 
 
 @dataclass
@@ -53,7 +60,7 @@ class KVBlockManager:
     enable_prefix_caching: keep the blocks that `commit_tokens` made findable after their owners are gone, until the
         space is needed.
     free_order: initial order of the free queue, a permutation of the block numbers; None = ascending.
-    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own.
+    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own (ValueError if another manager has it).
     listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
     Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
@@ -81,7 +88,16 @@ class KVBlockManager:
         self._commits: dict[int, CommitState] = {}
         self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        self._pool = BlockPool(order, self.block_size, make_policy(eviction_policy), listener)
+        policy = make_policy(eviction_policy)
+        if id(policy) in _MANAGER_OF:
+            gc.collect()  # an engine that nobody has any more may still hold it
+        if id(policy) in _MANAGER_OF:
+            raise ValueError(
+                f"eviction_policy {policy!r} belongs to another KVBlockManager: a policy knows the blocks of one pool, "
+                "give each its own object"
+            )
+        self._pool = BlockPool(order, self.block_size, policy, listener)
+        _MANAGER_OF[id(policy)] = self
 
     # --- how full the pool is ---
 
