@@ -12,11 +12,9 @@ Not thread-safe: one thread (the engine's) calls it. Nothing here touches K/V me
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -26,17 +24,12 @@ from minipaged.kv.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener
-from minipaged.kv.eviction import EvictionPolicy, make_policy
+from minipaged.kv.eviction import EvictionPolicy, claim, make_policy
 from minipaged.kv.invariants import check
 from minipaged.kv.prefix_index import Entry, PrefixKeys, check_salt, token_array
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-_MANAGER_OF: WeakValueDictionary[int, KVBlockManager] = WeakValueDictionary()
-"""By the policy's id, which is its own while a living manager holds it; a policy need be neither hashable nor weakly
-referable."""
 
 
 @dataclass
@@ -89,15 +82,8 @@ class KVBlockManager:
         self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
         policy = make_policy(eviction_policy)
-        if id(policy) in _MANAGER_OF:
-            gc.collect()  # an engine that nobody has any more may still hold it
-        if id(policy) in _MANAGER_OF:
-            raise ValueError(
-                f"eviction_policy {policy!r} belongs to another KVBlockManager: a policy knows the blocks of one pool, "
-                "give each its own object"
-            )
+        claim(policy, self)
         self._pool = BlockPool(order, self.block_size, policy, listener)
-        _MANAGER_OF[id(policy)] = self
 
     # --- how full the pool is ---
 
