@@ -81,9 +81,7 @@ class KVBlockManager:
         self._commits: dict[int, CommitState] = {}
         self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        policy = make_policy(eviction_policy)
-        claim(policy, self)
-        self._pool = BlockPool(order, self.block_size, policy, listener)
+        self._pool = BlockPool(order, self.block_size, claim(make_policy(eviction_policy), self), listener)
 
     # --- how full the pool is ---
 

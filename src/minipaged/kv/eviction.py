@@ -146,8 +146,8 @@ _MANAGER_OF: WeakValueDictionary[int, Any] = WeakValueDictionary()
 referable."""
 
 
-def claim(policy: EvictionPolicy, manager: object) -> None:
-    """`policy` serves `manager` from now on. ValueError if another one that is still alive has it."""
+def claim(policy: EvictionPolicy, manager: object) -> EvictionPolicy:
+    """`policy` serves `manager` from now on; returns it. ValueError if another one that is still alive has it."""
     if id(policy) in _MANAGER_OF:
         gc.collect()  # an engine that nobody has any more may still hold it
     if id(policy) in _MANAGER_OF:
@@ -156,3 +156,4 @@ def claim(policy: EvictionPolicy, manager: object) -> None:
             "give each its own object"
         )
     _MANAGER_OF[id(policy)] = manager
+    return policy
