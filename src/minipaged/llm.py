@@ -15,6 +15,7 @@ from minipaged.engine.loading import LoadedEngine, load_engine
 from minipaged.engine.options import EngineOptions
 from minipaged.engine.outputs import CompletionOutput, RequestOutput
 from minipaged.engine.sampling_params import SamplingParams
+from minipaged.kv.arguments import check_keywords, hinting
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
+@hinting
 class LLM:
     """A model with its engine. Use as a context manager, or call `close` to give the memory back.
 
@@ -141,8 +143,10 @@ class LLM:
 
         chat_template_kwargs: variables for the model's template, such as {"enable_thinking": False}. template_options:
         the other keywords of `ChatTemplate.render` (tools, add_generation_prompt, continue_final_message, ...).
-        ValueError if the model has no tokenizer or no chat template.
+        ValueError if the model has no tokenizer or no chat template; TypeError for a keyword that is neither of these
+        nor a variable of the template.
         """
+        self._check_template_options("chat", template_options)
         single = not messages or isinstance(messages[0], Mapping)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if single else messages)
         options = {**template_options, **(chat_template_kwargs or {})}
@@ -170,6 +174,7 @@ class LLM:
         **template_options: Any,
     ) -> Iterator[RequestOutput]:
         """As `chat` for one conversation, yielding as `stream` does."""
+        self._check_template_options("stream_chat", template_options)
         text = self.render_chat(messages, **template_options, **(chat_template_kwargs or {}))
         return self._stream(self._prepare(text, sampling_params, chat=True))
 
@@ -233,6 +238,15 @@ class LLM:
         if self._loaded is None:
             raise RuntimeError("this LLM is closed")
         return self._loaded
+
+    def _check_template_options(self, caller: str, options: Mapping[str, Any]) -> None:
+        template = self._open().chat_template
+        if template is not None:
+            own = ["messages", "sampling_params", *(["use_tqdm"] if caller == "chat" else []), "chat_template_kwargs"]
+            known = [*template.options(options.get("template")), *own, *SamplingParams.__dataclass_fields__]
+            for name in SamplingParams.__dataclass_fields__.keys() & options.keys():
+                raise TypeError(f"{caller}() takes {name} in sampling_params: SamplingParams({name}=...)")
+            check_keywords(caller, options, known, f"help(LLM.{caller}); chat_template_kwargs takes any variable")
 
     def _prepare(self, prompt: Any, params: SamplingParams | None, *, chat: bool = False) -> Request:
         loaded, text = self._open(), None

@@ -66,7 +66,7 @@ def test_sizing(tiny_folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         LLM(tiny_folder, kv_cache_memory=10 * per_block, max_model_len=161)
-    with pytest.raises(ValueError, match="does not hold one block"):
+    with pytest.raises(ValueError, match=r"does not hold one block of 16 tokens.*lower block_size"):
         LLM(tiny_folder, kv_cache_memory=1)
 
 
@@ -178,14 +178,6 @@ def test_what_is_no_integer(name: str, value: object) -> None:
         SamplingParams(**{name: given})
 
 
-def test_an_unknown_keyword_is_named() -> None:
-    for kind in (LLM, AsyncLLM):
-        with pytest.raises(TypeError, match=r"unexpected keyword argument 'foo'$"):
-            kind(foo=1)
-    with pytest.raises(TypeError, match=r"AsyncLLM\(\) got .* 'max_num_seq'. Did you mean 'max_num_seqs'"):
-        AsyncLLM(max_num_seq=3)
-
-
 def test_warnings_point_at_the_line_that_asked(tiny_folder: Path) -> None:
     async def closed(llm: AsyncLLM) -> None:
         async with llm:
@@ -202,3 +194,21 @@ def test_warnings_point_at_the_line_that_asked(tiny_folder: Path) -> None:
     lines = Path(__file__).read_text().splitlines()
     for warning in caught:
         assert "LLM(tiny_folder" in lines[warning.lineno - 1]
+
+
+def test_a_longer_max_model_len_is_offered_only_where_the_model_allows_it(tiny_folder: Path) -> None:
+    with LLM(tiny_folder, num_blocks=64, max_model_len=64) as llm:  # noqa: SIM117
+        with pytest.raises(RequestTooLargeError, match=r"lower max_tokens or raise max_model_len \(the model has 512"):
+            llm.generate([1] * 60, SamplingParams(max_tokens=10))
+    with LLM(tiny_folder, num_blocks=64) as llm:
+        for length in (510, 600):
+            with pytest.raises(RequestTooLargeError, match="the model has no more positions") as caught:
+                llm.generate([1] * length, SamplingParams(max_tokens=10))
+            assert "raise" not in str(caught.value)
+            assert ("lower max_tokens" in str(caught.value)) == (length < 512)
+
+
+def test_a_block_that_memory_does_not_hold(tiny_folder: Path) -> None:
+    for options in ({}, {"num_blocks": 10**6}):
+        with pytest.raises((ValueError, MemoryError), match=r"lower .*block_size"):
+            LLM(tiny_folder, block_size=10**9, **options)

@@ -23,7 +23,10 @@ def still_works(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *[("/v1/completions", {"prompt": prompt}) for prompt in ("", [], [""], [[]], ["a", ""], None, [1, "a"], {}, 5)],
+        *[
+            ("/v1/completions", {"prompt": prompt})
+            for prompt in ("", [], [""], [[]], ["a", ""], None, [1, "a"], [[1], "a"], ["a", [1]], {}, 5)
+        ],
         ("/v1/completions", {}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {}),
@@ -308,3 +311,13 @@ def test_c47_duplicate_request_ids_do_not_meet(stub: Rig, stream: bool) -> None:
         sock.close()
     again = stub.http.post("/v1/completions", json={"prompt": [65], "max_tokens": 3, "request_id": "same"})
     assert again.json()["choices"][0]["text"] == "ABC"
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+def test_a_seed_is_an_int64(stub: Rig, path: str, body: Any) -> None:
+    for seed in (2**63, -(2**63) - 1, 10**30):
+        error = refusal(stub.http.post(path, json={**body, "seed": seed}))
+        assert "-9223372036854775808 to 9223372036854775807" in error["message"]
+    for seed in (2**63 - 1, -(2**63)):
+        stub.runner.says("ok")
+        assert stub.http.post(path, json={**body, "seed": seed}).status_code == 200

@@ -18,6 +18,7 @@ class EngineConfig:
     """Limits and policy of one engine. All lengths are in tokens.
 
     max_model_len: longest prompt + output of a request; None = what the block pool holds.
+    model_max_len: positions of the model, which max_model_len cannot exceed; None = unknown. Only for messages.
     max_num_seqs: sequences that hold blocks at the same time (a request with n = 3 counts 3, from its admission).
     max_num_batched_tokens: tokens computed per step, decodes included. When decodes alone reach it, one prefill token
     per step
@@ -41,6 +42,7 @@ class EngineConfig:
     seed: int = 0
     check_invariants: bool = False
     batch_invariant: bool = False
+    model_max_len: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "priority_ageing_steps"):

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from minipaged.engine.config import EngineConfig
@@ -183,16 +184,19 @@ class Engine:
         try:
             self._stepping = True
             self._apply_commands(touched)
-            plan = self.scheduler.schedule()
+            plan = self._schedule(touched)
             if plan.rows:
                 self._execute(plan, touched)
-            elif self.scheduler.waiting and not self.scheduler.running:
+            elif self.scheduler.waiting and not self.scheduler.running and not self.scheduler.failed:
                 self._fail_stuck(touched)
         except BaseException:
             # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
             # true again.
             for child in list(self.scheduler.running):
-                self.scheduler.preempt(child)
+                try:
+                    self.scheduler.preempt(child)
+                except Exception:  # of an eviction policy or listener; the first error is the one to raise
+                    logger.exception("giving back the blocks of request %r failed", child.request.request_id)
             raise
         finally:
             self._stepping = False
@@ -216,6 +220,17 @@ class Engine:
                 self.scheduler.add(request.children[0])
             else:
                 self._end(request, "abort", None, touched)
+
+    def _schedule(self, touched: dict[Request, None]) -> StepPlan:
+        """The next plan. Requests for which a user's eviction policy or listener raised end with that error."""
+        plan = self.scheduler.schedule()
+        if not self.scheduler.failed:
+            return plan
+        for child, error in self.scheduler.failed.items():
+            logger.error("request %r failed", child.request.request_id, exc_info=error)
+            self._end(child.request, "error", f"{type(error).__name__}: {error}", touched)
+        rows = [row for row in plan.rows if not _request(row).finished]
+        return replace(plan, rows=rows, num_tokens=sum([row.num_tokens for row in rows]))
 
     def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
         scheduled = self.clock()
@@ -266,7 +281,7 @@ class Engine:
             self.scheduler.fork(parent, fork)
         for sibling in cast("tuple[Child, ...]", row.sample_for):
             if sibling.finish_reason is not None:
-                self.scheduler.remove(sibling)
+                self._remove(sibling)
         if request.finished:
             self._forget(request, now)
 
@@ -290,9 +305,20 @@ class Engine:
         for child in request.children:
             if child.finish_reason is None:
                 child.finish(reason, error)
-            self.scheduler.remove(child)
+            self._remove(child)
         self._forget(request, self.clock())
         touched[request] = None
+
+    def _remove(self, child: Child) -> None:
+        """Take a sequence that is over out of the scheduler. A user's eviction policy or listener that raises while
+        its blocks go back makes it an error: the blocks are back nevertheless.
+        """
+        try:
+            self.scheduler.remove(child)
+        except Exception as error:
+            logger.exception("giving back the blocks of request %r failed", child.request.request_id)
+            if child.finish_reason != "error":
+                child.finish_reason, child.error = "error", f"{type(error).__name__}: {error}"
 
     def _forget(self, request: Request, now: float) -> None:
         request.metrics.finished_time = now

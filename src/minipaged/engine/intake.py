@@ -56,7 +56,7 @@ def fit(
     if config.max_model_len is not None and prompt_len + max_tokens > config.max_model_len:
         raise RequestTooLargeError(
             f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
-            f"{config.max_model_len}; shorten the prompt, lower max_tokens or raise max_model_len"
+            f"{config.max_model_len}; {_ways_out(prompt_len, config)}"
         )
     needed = num_logical_blocks(prompt_len + max_tokens - 1, manager.block_size)
     if needed > manager.num_physical_blocks:
@@ -66,6 +66,19 @@ def fit(
             "or kv_cache_memory"
         )
     return params.resolve(config.generation_defaults, max_tokens)
+
+
+def _ways_out(prompt_len: int, config: EngineConfig) -> str:
+    """What to do about a request that is longer than max_model_len."""
+    assert config.max_model_len is not None
+    own = ["shorten the prompt", *(["lower max_tokens"] if prompt_len < config.max_model_len else [])]
+    if config.model_max_len is None or config.max_model_len < config.model_max_len:
+        return " or ".join([", ".join(own), f"raise max_model_len{_up_to(config.model_max_len)}"])
+    return f"{' or '.join(own)} (the model has no more positions)"
+
+
+def _up_to(limit: int | None) -> str:
+    return "" if limit is None else f" (the model has {limit} positions)"
 
 
 def _token_id(token: Any) -> int:

@@ -146,7 +146,9 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     pool_bytes = pool.num_blocks * block_bytes
     if on_gpu:
         check_gpu_pool(pool_bytes, _gpu_memory(device)[0])
-    with _naming(f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks or kv_cache_memory"):
+    with _naming(
+        f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks, block_size or kv_cache_memory"
+    ):
         caches = [
             PagedKVCache(
                 pool.num_blocks,
@@ -185,6 +187,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         manager,
         EngineConfig(
             max_model_len=pool.max_model_len,
+            model_max_len=config.max_context,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=batched_tokens,
             vocab_size=config.vocab_size,

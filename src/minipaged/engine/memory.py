@@ -67,7 +67,8 @@ def size_pool(
     source = "kv_cache_memory" if kv_cache_memory is not None else available_source
     if blocks < 1:
         raise ValueError(
-            f"{source} = {budget} bytes does not hold one block of {block_bytes} bytes: raise kv_cache_memory"
+            f"{source} = {budget} bytes does not hold one block of {block_size} tokens, {block_bytes} bytes: "
+            "raise kv_cache_memory or lower block_size"
         )
     if blocks >= wanted_blocks:
         return PoolSize(blocks, wanted_len)

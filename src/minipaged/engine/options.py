@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minipaged.engine.config import EngineConfig, SchedulingPolicy
-from minipaged.kv.arguments import as_int
+from minipaged.kv.arguments import as_int, check_keywords
 
 if TYPE_CHECKING:
     import torch
@@ -83,11 +82,7 @@ class EngineOptions:
     def from_keywords(cls, caller: str, keywords: dict[str, Any]) -> EngineOptions:
         """The options of a call of `caller`; a keyword that is none of them is a TypeError, as in any call."""
         known = [field.name for field in fields(cls)]
-        for name in keywords:
-            if name not in known:
-                close = get_close_matches(name, known)
-                hint = f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
-                raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}{hint}")
+        check_keywords(caller, keywords, known, "help(minipaged.LLM)")
         return cls(**keywords)
 
     def _check_size(self, name: str, optional: bool) -> None:

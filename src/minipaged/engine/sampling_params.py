@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
-from minipaged.kv.arguments import as_int
+from minipaged.kv.arguments import as_int, hinting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +46,7 @@ class ModelDefaults(Protocol):
         ...
 
 
+@hinting
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request. ValueError on creation names the field, the value and the range.

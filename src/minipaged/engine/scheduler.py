@@ -79,6 +79,8 @@ class Scheduler:
         self._on_release = on_release
         self._turn = 0
         self._rows: dict[Child, ScheduledSequence] = {}
+        self.failed: dict[Child, Exception] = {}
+        """Whose blocks a user's eviction policy or listener raised for in the last `schedule`; to be removed."""
 
     # ---- queues
 
@@ -103,27 +105,28 @@ class Scheduler:
         """The sequence is over, in whatever state it is: take it out of its queue, give its blocks back."""
         if child.state is ChildState.RUNNING:
             self.running.remove(child)
-            self._release(child)
-        else:
-            if child.state is ChildState.WAITING:
-                self.waiting.remove(child)
-            self._on_release(child.sequence_id)  # a sibling may have been sampled before its fork
-        child.state = ChildState.FINISHED
+        elif child.state is ChildState.WAITING:
+            self.waiting.remove(child)
+        child.state = ChildState.FINISHED  # before the release, in which a user's policy or listener may raise
         child.waits_for = None
+        self._release(child)
 
     def preempt(self, child: Child) -> None:
         """Take a running sequence's blocks away; it is computed again later from its own token history."""
         self.running.remove(child)
         self._rows.pop(child, None)
-        self._release(child)
         child.forget_computed()
         child.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
         self.add(child)
+        self._release(child)
 
     def _release(self, child: Child) -> None:
-        self.manager.release_sequence(child.sequence_id)
-        self._on_release(child.sequence_id)
+        try:
+            if child.sequence_id in self.manager.sequences:
+                self.manager.release_sequence(child.sequence_id)
+        finally:
+            self._on_release(child.sequence_id)  # also without blocks: a sibling may have been sampled before its fork
 
     # ---- one step
 
@@ -133,6 +136,7 @@ class Scheduler:
         Rows: those of one token first, then chunks, each by order.
         """
         self._rows = {}
+        self.failed = {}
         preemptions = self.num_preemptions
         decodes: list[Child] = []
         prefills: list[Child] = []
@@ -192,7 +196,13 @@ class Scheduler:
                 victim = self.running[-1]
                 if victim is child:
                     return 0
-                self.preempt(victim)
+                try:
+                    self.preempt(victim)
+                except Exception as error:
+                    self.failed[victim] = error
+            except Exception as error:
+                self.failed[child] = error
+                return 0
         self._rows[child] = ScheduledSequence(
             child,
             start,
@@ -217,7 +227,12 @@ class Scheduler:
             if self._waits_for_prefix(child):
                 position += 1
                 continue
-            if not self._start(child, promised):
+            try:
+                started = self._start(child, promised)
+            except Exception as error:
+                self.failed[child] = error
+                return
+            if not started:
                 return
             del self.waiting[position]
             seats -= child.seats

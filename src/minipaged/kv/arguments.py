@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from operator import index
-from typing import Any
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+
+
+def check_keywords(caller: str, given: Iterable[str], known: Sequence[str], listed: str) -> None:
+    """TypeError, as in any call, for a keyword that is not known; it names similar ones, or else where the list is."""
+    for name in given:
+        if name not in known:
+            close = get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"the list is in {listed}"
+            raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {hint}")
+
+
+def hinting(cls: C) -> C:
+    """A class whose constructor says which keyword may have been meant instead of an unknown one."""
+    create = vars(cls)["__init__"]
+    known = [name for name in signature(create).parameters if name != "self"]
+
+    @wraps(create)
+    def checked(self: Any, *args: Any, **keywords: Any) -> None:
+        if not keywords.keys() <= set(known):
+            check_keywords(cls.__name__, keywords, known, f"help({cls.__name__})")
+        create(self, *args, **keywords)
+
+    type.__setattr__(cls, "__init__", checked)
+    return cls
 
 
 def as_int(value: Any) -> int | None:

@@ -24,7 +24,7 @@ from minipaged.kv.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener
-from minipaged.kv.eviction import EvictionPolicy, make_policy
+from minipaged.kv.eviction import EvictionPolicy, claim, make_policy
 from minipaged.kv.invariants import check
 from minipaged.kv.prefix_index import Entry, PrefixKeys, check_salt, token_array
 
@@ -53,12 +53,12 @@ class KVBlockManager:
     enable_prefix_caching: keep the blocks that `commit_tokens` made findable after their owners are gone, until the
         space is needed.
     free_order: initial order of the free queue, a permutation of the block numbers; None = ascending.
-    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own.
+    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own (ValueError if another manager has it).
     listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
     Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
-    the listener that raises, see `kv.events.Listener`). Unknown sequence ids raise UnknownSequenceError, a KeyError
-    with the id.
+    the listener or the eviction policy that raises: then the operation is complete). Unknown sequence ids raise
+    UnknownSequenceError, a KeyError with the id.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class KVBlockManager:
         self._commits: dict[int, CommitState] = {}
         self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        self._pool = BlockPool(order, self.block_size, make_policy(eviction_policy), listener)
+        self._pool = BlockPool(order, self.block_size, claim(make_policy(eviction_policy), self), listener)
 
     # --- how full the pool is ---
 
@@ -316,7 +316,7 @@ class KVBlockManager:
         for logical, block in enumerate(table):
             if self._pool.share(block):
                 self._num_tokens += self.block_size
-            self._pool.policy.hit(block)
+            self._pool.ask_policy(self._pool.policy.hit, block)
             self._pool.emit("share", block, sequence_id, logical)
         state = self._add_sequence(sequence_id, table, commit, commit.committed)
         self._pool.tell()

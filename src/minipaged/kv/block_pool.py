@@ -13,7 +13,8 @@ All operations are O(1) (eviction: plus what the policy needs).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from minipaged.kv.block_copies import PendingCopies
 from minipaged.kv.events import BlockEvent, EventKind, Listener
@@ -41,6 +42,8 @@ class BlockPool:
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
         self._listener = listener
         self._events: list[BlockEvent] = []  # of the operation that is running
+        self._policy_error: Exception | None = None  # in the operation that is running
+        self._first_policy_error: Exception | None = None  # ever
         self._releases = 0
 
     def emit(
@@ -56,13 +59,17 @@ class BlockPool:
             self._events.append(BlockEvent(kind, block, sequence, index, source))
 
     def tell(self) -> None:
-        """The operation is over: the listener hears of all its events. Its first exception is raised after the last."""
-        if not self._events or self._listener is None:
+        """The operation is over: the listener hears of all its events. The first exception of the policy, or else of
+        the listener, is raised after the last.
+        """
+        if not self._events and self._policy_error is None:
             return
         events, self._events = self._events, []
-        failure: BaseException | None = None
+        failure: BaseException | None
+        failure, self._policy_error = self._policy_error, None
         for event in events:
             try:
+                assert self._listener is not None  # else there is no event
                 self._listener(event)
             except BaseException as error:  # Ctrl-C too: a mirror of the tables must not miss an event
                 failure = error if failure is None else failure
@@ -164,7 +171,7 @@ class BlockPool:
         """Make a full block in use findable after `parent`'s history."""
         entry = self.index.insert(parent, salt, tokens, block)
         self.entry_of[block] = entry
-        self.policy.insert(block)
+        self.ask_policy(self.policy.insert, block)
         if parent is not None and parent.block in self.candidates:
             self._set_candidate(parent.block, False)
         return entry
@@ -186,21 +193,51 @@ class BlockPool:
             entry = self.entry_of[block]
             assert entry is not None
             self.candidates.add(block)
-            self.policy.add(block, entry.released)
+            self.ask_policy(self.policy.add, block, entry.released)
         else:
             self.candidates.remove(block)
-            self.policy.remove(block)
+            self.ask_policy(self.policy.remove, block)
+
+    def ask_policy(self, call: Callable[..., Any], *arguments: int) -> Any:
+        """A call of the user's policy. If it raises, the operation goes on, so that no block is lost half way, and
+        `tell` raises the first such error; None then.
+        """
+        try:
+            return call(*arguments)
+        except Exception as error:
+            self._note_policy_error(error)
+            return None
+
+    def _note_policy_error(self, error: Exception) -> None:
+        first = self._first_policy_error
+        if first is None:
+            self._first_policy_error = first = error
+        elif (
+            self._policy_error is None
+        ):  # its order may miss blocks since then: name the cause, not what follows from it
+            error, cause = (
+                RuntimeError(
+                    f"eviction_policy {type(self.policy).__name__} failed again ({type(error).__name__}: {error}), "
+                    f"after its first error ({type(first).__name__}: {first})"
+                ),
+                error,
+            )
+            error.__cause__ = cause
+        self._policy_error = self._policy_error or error
 
     def _evict(self) -> int:
         if not self.candidates:
             self._expose_candidate()
-        block = self.policy.evict()
-        entry = self.entry_of[block] if block in self.candidates else None
-        if entry is None:
-            raise RuntimeError(
-                f"eviction_policy {type(self.policy).__name__}.evict() returned {block!r}, which is not one of "
-                f"the {len(self.candidates)} candidates"
-            )
+        block: int = self.ask_policy(self.policy.evict)
+        if block not in self.candidates:
+            if self._policy_error is None:
+                wrong = f"{type(self.policy).__name__}.evict() returned {block!r}"
+                self._note_policy_error(
+                    RuntimeError(f"eviction_policy {wrong}, which is not one of the {len(self.candidates)} candidates")
+                )
+            block = next(block for block in self.idle if block in self.candidates)  # the operation needs one
+        entry = self.entry_of[block]
+        assert entry is not None
         self.candidates.remove(block)
         del self.idle[block]
         self._forget(entry)

@@ -24,8 +24,10 @@ forgets old fame (each hit is worth as much as having been released 1000 release
 
 from __future__ import annotations
 
+import gc
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 
 class EvictionPolicy(Protocol):
@@ -136,4 +138,22 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     if missing or isinstance(policy, type):
         what = "a class, pass an instance" if isinstance(policy, type) else f"without {', '.join(missing)}()"
         raise TypeError(f"eviction_policy must be a name or an EvictionPolicy, got {policy!r} ({what})")
+    return policy
+
+
+_MANAGER_OF: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""By the policy's id, which is its own while a living manager holds it; a policy need be neither hashable nor weakly
+referable."""
+
+
+def claim(policy: EvictionPolicy, manager: object) -> EvictionPolicy:
+    """`policy` serves `manager` from now on; returns it. ValueError if another one that is still alive has it."""
+    if id(policy) in _MANAGER_OF:
+        gc.collect()  # an engine that nobody has any more may still hold it
+    if id(policy) in _MANAGER_OF:
+        raise ValueError(
+            f"eviction_policy {policy!r} belongs to another KVBlockManager: a policy knows the blocks of one pool, "
+            "give each its own object"
+        )
+    _MANAGER_OF[id(policy)] = manager
     return policy

@@ -110,6 +110,19 @@ class ChatTemplate:
             raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
         return _cut_at_tag(text) if continue_final_message else text
 
+    def options(self, template: str | None = None) -> list[str]:
+        """Keywords that `render` has a use for: its own, and the variables of the templates here and of `template`."""
+        from jinja2 import TemplateError, meta
+
+        variables = {"enable_thinking"}  # of many templates: no mistake where one does not read it
+        for source in [*self.templates.values(), template or ""]:
+            try:
+                variables |= meta.find_undeclared_variables(self._environment.parse(source))
+            except TemplateError:
+                continue  # `render` says what is wrong with it, if it is the one to be used
+        own = ("tools", "documents", "add_generation_prompt", "continue_final_message", "template")
+        return [*own, *sorted(variables - {"messages", *own})]
+
     def _source(self, name: str | None, *, with_tools: bool) -> str:
         if name is None:
             name = "tool_use" if with_tools and "tool_use" in self.templates else "default"

@@ -174,6 +174,8 @@ class CompletionBody(GenerationBody):
                 raise refused(f"prompt[{number}] must be a string or a list of token ids", "prompt")
             if not item:
                 raise refused("prompt must not be empty: at least one token is needed", "prompt")
+            if type(item) is not type(prompt[0]):
+                raise refused("prompt must be a list of strings or a list of token id lists, not of both", "prompt")
         return prompt
 
 

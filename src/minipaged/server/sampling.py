@@ -41,8 +41,10 @@ def sampling_params(
 ) -> SamplingParams:
     """The parameters that `body` asks for; what it leaves out, or null, is the model's or the neutral value.
 
-    ValueError names the field that is out of range.
+    ValueError names the field that is out of range; ApiError 400 for a seed that is no int64.
     """
+    if body.seed is not None and not -(2**63) <= body.seed < 2**63:
+        raise refused(f"seed must be from {-(2**63)} to {2**63 - 1} (int64), got {body.seed}", "seed")
     fields = {name: getattr(body, name) for name in SAME_NAME if getattr(body, name) is not None}
     return SamplingParams(
         **fields,
