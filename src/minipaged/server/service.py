@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from minipaged.engine import EngineDeadError
 from minipaged.server.admission import Admission
 from minipaged.server.errors import ApiError, from_value_error, refused
-from minipaged.server.guided import Guide, TokenMask, asks_for_grammar
+from minipaged.server.guided import GrammarMask, Guide, TokenMask, asks_for_grammar
 from minipaged.server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Batch:
         """(number of the request, its output), as they come; outputs are cumulative, each request ends with one that is
         finished.
 
-        ApiError 500 when a request fails, wherever in the engine.
+        ApiError 500 when a request fails, wherever in the engine; 400 when it was its grammar that failed.
         """
         merged = _read(0, self._streams[0]) if len(self._streams) == 1 else _merge(self._streams)
         try:
@@ -185,7 +185,7 @@ class Batch:
                 async for number, output in items:
                     for completion in output.outputs:
                         if completion.finish_reason == "error":
-                            raise ApiError(500, f"the engine failed: {completion.error}", code="engine_error")
+                            raise _failure(output, completion, self._streams[number].request.params.token_mask)
                     yield number, output
         except EngineDeadError as error:
             raise ApiError(500, str(error), code="engine_dead") from None
@@ -199,6 +199,13 @@ class Batch:
             async for number, output in outputs:
                 last[number] = output
         return [last[number] for number in range(len(self._streams))]
+
+
+def _failure(output: RequestOutput, completion: CompletionOutput, mask: object) -> ApiError:
+    if isinstance(mask, GrammarMask) and mask.failure is not None:
+        tokens = max(len(child.token_ids) for child in output.outputs)
+        return refused(f"{mask.field} cannot be followed beyond token {tokens}: {mask.failure}", mask.field)
+    return ApiError(500, f"the engine failed: {completion.error}", code="engine_error")
 
 
 async def _read(number: int, stream: OutputStream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
