@@ -77,6 +77,17 @@ def test_errors_before_the_first_line(arguments: list[str], status: int, said: s
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(("closing", "name"), [("<&-", "input"), (">&-", "output")])
+def test_closed_streams_are_one_line(closing: str, name: str) -> None:
+    command = f"{sys.executable} -m minipaged chat --num-blocks 64 {closing}"
+    done = subprocess.run(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"error: standard {name} is closed")
+
+
 def test_a_model_without_a_chat_template_is_sent_to_generate(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     shutil.copytree(resolve_model(), folder)

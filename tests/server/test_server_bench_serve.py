@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,6 +224,9 @@ def test_a_full_server_is_counted_as_failures(tokenizer_folder: Path) -> None:
         (["--dataset", "azure", "/no/such/file"], 2),
         (["--request-rate", "0"], 2),
         (["--request-rate", "-1"], 2),
+        (["--slo-ttft", "-1"], 2),
+        (["--slo-tpot", "0"], 2),
+        (["--slo-tpot", "nan"], 2),
         (["--prompts", "haiku"], 2),
         (["--num-requests", "0"], 2),
     ],
@@ -230,6 +234,16 @@ def test_a_full_server_is_counted_as_failures(tokenizer_folder: Path) -> None:
 def test_wrong_usage(arguments: list[str], status: int) -> None:
     result = run(*arguments)
     assert result.exit_code == status
+    assert "Traceback" not in result.output
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as taken:  # bound, but nobody listens: no other process can answer here
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        result = run("--url", url)
+    assert result.exit_code == 1
+    assert f"error: cannot connect to {url}: is the server running there?" in result.output
     assert "Traceback" not in result.output
 
 

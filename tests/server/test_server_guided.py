@@ -57,7 +57,7 @@ def test_text_is_no_grammar(demo: Rig) -> None:
         ("guided_regex", r"\d{3}-[a-f]{2}", r"\d{3}-[a-f]{2}"),
         ("guided_choice", ["to be", 'not "to" be', "你😀"], 'to be|not "to" be|你😀'),
         ("guided_json", SCHEMA, r'\{"age":\d+,"role":"(king|fool)"\}'),
-        ("guided_grammar", 'start: "a" "b"+ "c"', "ab+c"),
+        ("guided_grammar", 'start: "a" /b{1,9}/ "c"', "ab{1,9}c"),
     ],
 )
 def test_guided_fields_with_n_children_streamed(demo: Rig, field: str, value: Any, pattern: str) -> None:
@@ -132,6 +132,50 @@ def test_grammars_that_make_no_sense_are_refused(demo: Rig, fields: dict[str, An
         response = demo.http.post(path, json={**body, **fields, "stream": True})
         assert response.status_code == 400, response.text
         assert any(field in response.json()["error"]["message"] for field in fields)
+
+
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_json", {"$ref": "#"}),
+        ("guided_json", {"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+        ("guided_json", MANY),
+        ("guided_grammar", "start: start"),
+        ("guided_regex", "a{1000000}"),
+        ("guided_choice", [f"choice {i}" for i in range(10_001)]),
+    ],
+)
+def test_grammars_that_fail_when_followed_are_refused_before_a_stream_begins(demo: Rig, field: str, value: Any) -> None:
+    body = {"prompt": "a", "max_tokens": 3, field: value, "stream": True}
+    response = demo.http.post("/v1/completions", json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", field)
+    assert len(error["message"]) < 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_later_is_the_requests_fault(
+    demo: Rig, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    real = GrammarMask._allowed
+
+    def fails_at_the_third(mask: GrammarMask, token_ids: tuple[int, ...]) -> Any:
+        if len(token_ids) >= 2:
+            raise ValueError("the grammar is too large")
+        return real(mask, token_ids)
+
+    monkeypatch.setattr(GrammarMask, "_allowed", fails_at_the_third)
+    body = {"prompt": "a", "max_tokens": 9, "guided_regex": "[a-z]{5,8}", "stream": stream}
+    response = demo.http.post("/v1/completions", json=body)
+    assert response.status_code == (200 if stream else 400)
+    text = response.text.split("data: ")[-2] if stream else response.text
+    error = json.loads(text)["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "guided_regex")
+    assert "beyond token 2: the grammar is too large" in error["message"]
 
 
 def test_without_the_extra_a_400_names_it(demo: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,24 @@ def test_c43_what_the_whole_pool_cannot_hold_is_refused_likewise(tokenizer_folde
             assert refusal(rig.http.post("/v1/completions", json=body))["code"] == "context_length_exceeded"
 
 
+def test_a_refusal_names_the_field_that_is_too_large(tokenizer_folder: Path) -> None:
+    with stub_rig(tokenizer_folder, engine={"max_num_seqs": 4}, max_queued_requests=16, num_blocks=16) as rig:
+        for path, body, param in (
+            ("completions", {"prompt": [7] * 10, "max_tokens": 56}, "max_tokens"),
+            ("completions", {"prompt": [7] * 65, "max_tokens": 1}, "prompt"),
+            ("completions", {"prompt": [7] * 500}, "prompt"),
+            ("completions", {"prompt": "a", "n": 5}, "n"),
+            ("completions", {"prompt": "a", "n": 100}, "n"),
+            ("completions", {"prompt": ["a"] * 17}, "prompt"),
+            ("completions", {"prompt": ["a"] * 9, "n": 2}, "prompt"),
+            ("chat/completions", {**CHAT, "max_tokens": 1000}, "max_tokens"),
+            ("chat/completions", {**CHAT, "max_completion_tokens": 1000}, "max_completion_tokens"),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x" * 100}]}, "messages"),
+            ("chat/completions", {**CHAT, "n": 5}, "n"),
+        ):
+            assert refusal(rig.http.post(f"/v1/{path}", json=body))["param"] == param, (path, body)
+
+
 def test_c44_default_and_enormous_max_tokens(tokenizer_folder: Path) -> None:
     """Completions: 16, or what fits if that is less. Chat: what fits. 10**9 is refused, never reserved."""
     with stub_rig(tokenizer_folder, engine={"max_model_len": 64}) as rig:

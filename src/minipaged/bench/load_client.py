@@ -109,7 +109,10 @@ class LoadClient:
             sample.error = f"{sample.status}: {refusal[:200].decode(errors='replace')}"
 
     async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[h11.Event]:
-        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
+        except OSError as error:
+            raise type(error)(f"cannot connect to {self.url}: is the server running there? ({error})") from error
         try:
             connection = h11.Connection(h11.CLIENT)
             headers = [

@@ -64,6 +64,9 @@ def bench_serve(
     with usage_errors():
         client = LoadClient(url, api_key=api_key, timeout=timeout)
         _check(dataset, trace, request_rate, speed, prompts)
+        for flag, value in (("--slo-ttft", slo_ttft), ("--slo-tpot", slo_tpot)):
+            if value is not None and not value > 0:
+                raise UsageError(f"{flag} must be above 0 (ms), got {value}")
         if dataset == "azure" and trace is not None:
             rows = traffic.azure_trace(trace, num_requests)
             arrivals, lengths = [at / speed for at, _, _ in rows], [(p, o) for _, p, o in rows]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, show_summary, summarised, usage_errors, with_flags
+from minipaged.cli.options import (
+    LLM_FLAGS,
+    SAMPLING_FLAGS,
+    UsageError,
+    show_summary,
+    summarised,
+    usage_errors,
+    with_flags,
+)
 
 EXAMPLE = 'Example:  minipaged chat Qwen/Qwen3-0.6B --system "Answer in one sentence." --no-think'
 
@@ -34,6 +43,9 @@ def chat(
 
     Lines from a pipe are answered one after the other, without escape codes.
     """
+    if sys.stdin is None or sys.stdout is None:  # Python's way to say that they were closed before it started
+        closed = "standard input" if sys.stdin is None else "standard output"
+        raise UsageError(f"{closed} is closed: chat reads lines from the one and writes answers to the other")
     from minipaged import LLM, SamplingParams
     from minipaged.chat.commands import COMMANDS
     from minipaged.chat.editor import Editor, line_source

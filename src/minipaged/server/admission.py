@@ -35,13 +35,14 @@ class Admission:
         """Whether not even one more may wait."""
         return self.queued >= self.limit
 
-    def check_size(self, sequences: int) -> None:
-        """ApiError 400 if so many sequences of one call can never wait together."""
+    def check_size(self, prompts: int, n: int) -> None:
+        """ApiError 400 if so many prompts with so many children each, of one call, can never wait together."""
+        sequences = prompts * n
         if sequences > self.limit:
             raise refused(
                 f"{sequences} sequences (prompts times n) can never wait in a queue of {self.limit}: "
                 "max_queued_requests",
-                "n",
+                "n" if n > self.limit else "prompt",
             )
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -62,7 +62,7 @@ class _Call:
         mask = service.token_mask(body)
         requests: list[EngineRequest] = []
         prompts = body.prompts()
-        service.admission.check_size(len(prompts) * self.n)
+        service.admission.check_size(len(prompts), self.n)
         for prompt in prompts:
             text, token_ids = None, prompt
             if isinstance(prompt, str):

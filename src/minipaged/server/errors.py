@@ -13,8 +13,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from minipaged.errors import RequestTooLargeError
-
 CLIENT_GONE = 499  # nobody reads it; the log does
 
 
@@ -64,8 +62,6 @@ def unexpected(error: Exception) -> ApiError:
 def from_value_error(error: ValueError) -> ApiError:
     """What the engine, the tokenizer or the template refuse; their messages begin with the field they are about."""
     message = str(error)
-    if isinstance(error, RequestTooLargeError) and "prompt tokens" in message:  # max_model_len, or the whole pool
-        return refused(message, "messages", "context_length_exceeded")
     field = re.match(r"([a-z_]+) (?:must|holds)\b", message)
     return refused(message, field.group(1) if field else None)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 TokenMask = Callable[[list[int]], "np.ndarray[Any, Any] | None"]
 
+MAX_CHOICES = 10_000  # the library takes more than linear time for them
+TRIAL_TOKENS = 8  # tokens without an alternative that a new grammar is followed over, to see whether it works
 MAX_STATES = 64  # per request: at least one for each of its n children, so that none has to start again
 JSON_OBJECT = {"type": "object"}
 
@@ -50,8 +52,23 @@ class Guide:
         root = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         if root.is_error():
             raise refused(f"{name} cannot be used: {_first_line(root.get_error())}", name)
+        try:
+            self._try_out(GrammarMask(name, root, self._tokenizer.vocab_size))
+        except ValueError as error:
+            raise refused(f"{name} cannot be used: {error}", name) from None
         close = self._tokenizer.token_to_id("</think>") if thought_is_open else None
-        return GrammarMask(root, self._tokenizer.vocab_size, after=close)
+        return GrammarMask(name, root, self._tokenizer.vocab_size, after=close)
+
+    def _try_out(self, mask: GrammarMask) -> None:
+        """ValueError if a grammar that could be read fails at its first token, or along the only way there is."""
+        token_ids: list[int] = []
+        for _ in range(TRIAL_TOKENS):
+            allowed = mask(token_ids)
+            assert allowed is not None
+            only = np.flatnonzero(allowed)
+            if len(only) != 1 or only[0] in self._eos_token_ids:
+                break
+            token_ids.append(int(only[0]))
 
     @cached_property
     def _ll_tokenizer(self) -> Any:
@@ -71,11 +88,13 @@ class GrammarMask:
     a walk from the beginning.
     """
 
-    def __init__(self, root: Any, vocab_size: int, *, after: int | None = None) -> None:
-        """root: an llguidance matcher that has seen nothing; it is only copied. vocab_size: length of the masks.
+    def __init__(self, field: str, root: Any, vocab_size: int, *, after: int | None = None) -> None:
+        """field: of the body that asked for it. root: an llguidance matcher that has seen nothing; it is only copied.
 
-        after: a token id; nothing is masked until it has come, None = from the start.
+        vocab_size: length of the masks. after: a token id; nothing is masked until it has come, None = from the start.
         """
+        self.field = field
+        self.failure: str | None = None  # why the last call raised, which is the grammar's fault and not the engine's
         self._root = root
         self._vocab_size = vocab_size
         self._after = after
@@ -87,11 +106,22 @@ class GrammarMask:
             if self._after not in token_ids:
                 return None
             token_ids = token_ids[token_ids.index(self._after) + 1 :]
-        matcher = self._at(tuple(token_ids))
+        try:
+            return self._allowed(tuple(token_ids))
+        except ValueError as error:
+            self.failure = str(error)
+            raise
+
+    def _allowed(self, token_ids: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        matcher = self._at(token_ids)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_error():
-            raise ValueError(f"the grammar failed: {_first_line(matcher.get_error())}")
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+            reason = _first_line(matcher.get_error())
+            raise ValueError(f"the grammar matches no text, or is too large to follow ({reason})")
+        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if not allowed.any():
+            raise ValueError("the grammar allows no token at all here")
+        return allowed
 
     def _at(self, token_ids: tuple[int, ...]) -> Any:
         matcher = self._states.pop(token_ids, None)
@@ -155,6 +185,8 @@ def _grammar(llguidance: Any, name: str, value: Any) -> str:
         return str(matcher.grammar_from_lark(value))
     if not value or not all(value):
         raise refused("guided_choice must be a non-empty list of non-empty strings", name)
+    if len(value) > MAX_CHOICES:
+        raise refused(f"guided_choice must hold at most {MAX_CHOICES} choices, got {len(value)}", name)
     return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value)))
 
 

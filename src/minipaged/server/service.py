@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minipaged.engine import EngineDeadError
+from minipaged.errors import RequestTooLargeError
 from minipaged.server.admission import Admission
 from minipaged.server.errors import ApiError, from_value_error, refused
-from minipaged.server.guided import Guide, TokenMask, asks_for_grammar
+from minipaged.server.guided import GrammarMask, Guide, TokenMask, asks_for_grammar
 from minipaged.server.metrics import Metrics
+from minipaged.server.protocol import CompletionBody
 
 if TYPE_CHECKING:
     from minipaged.engine import AsyncLLM, CompletionOutput, OutputStream, Request, RequestOutput, SamplingParams
@@ -114,9 +116,24 @@ class Service:
             raise refused("priority needs a server started with --scheduling-policy priority", "priority")
         if body.cache_salt == "":
             raise refused("cache_salt must not be empty", "cache_salt")
-        self.admission.check_size(params.n)
+        self.admission.check_size(1, params.n)
         # The engine's ids are its own: whatever a client calls its request, two of them can never be mixed up.
-        return self.llm.prepare(token_ids, params, cache_salt=body.cache_salt, prompt_text=prompt_text)
+        try:
+            return self.llm.prepare(token_ids, params, cache_salt=body.cache_salt, prompt_text=prompt_text)
+        except RequestTooLargeError as error:
+            raise self._too_large(error, len(token_ids), params, body) from None
+
+    def _too_large(
+        self, error: RequestTooLargeError, prompt_len: int, params: SamplingParams, body: GenerationBody
+    ) -> ApiError:
+        """The 400 that names what would have to become smaller."""
+        if params.n > self.llm.engine.config.max_num_seqs:
+            return refused(str(error), "n")
+        if self.llm.engine.room_for(prompt_len) < 1:
+            field = "prompt" if isinstance(body, CompletionBody) else "messages"
+        else:
+            field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+        return refused(str(error), field, "context_length_exceeded")
 
     def include_usage(self, body: GenerationBody) -> bool:
         """Whether a stream is to end with the usage. 400 for stream_options without a stream."""
@@ -177,7 +194,7 @@ class Batch:
         """(number of the request, its output), as they come; outputs are cumulative, each request ends with one that is
         finished.
 
-        ApiError 500 when a request fails, wherever in the engine.
+        ApiError 500 when a request fails, wherever in the engine; 400 when it was its grammar that failed.
         """
         merged = _read(0, self._streams[0]) if len(self._streams) == 1 else _merge(self._streams)
         try:
@@ -185,7 +202,7 @@ class Batch:
                 async for number, output in items:
                     for completion in output.outputs:
                         if completion.finish_reason == "error":
-                            raise ApiError(500, f"the engine failed: {completion.error}", code="engine_error")
+                            raise _failure(output, completion, self._streams[number].request.params.token_mask)
                     yield number, output
         except EngineDeadError as error:
             raise ApiError(500, str(error), code="engine_dead") from None
@@ -199,6 +216,13 @@ class Batch:
             async for number, output in outputs:
                 last[number] = output
         return [last[number] for number in range(len(self._streams))]
+
+
+def _failure(output: RequestOutput, completion: CompletionOutput, mask: object) -> ApiError:
+    if isinstance(mask, GrammarMask) and mask.failure is not None:
+        tokens = max(len(child.token_ids) for child in output.outputs)
+        return refused(f"{mask.field} cannot be followed beyond token {tokens}: {mask.failure}", mask.field)
+    return ApiError(500, f"the engine failed: {completion.error}", code="engine_error")
 
 
 async def _read(number: int, stream: OutputStream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
