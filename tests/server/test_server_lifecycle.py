@@ -211,6 +211,21 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     assert result.exit_code == 2, result.output
 
 
+@pytest.mark.parametrize("keys", [",", " , ", " ", ",,"])
+def test_a_key_variable_without_a_key_does_not_open_the_server(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from minipaged.cli.main import app
+
+    def never(host: str, port: int) -> None:
+        raise AssertionError("it would have served")
+
+    monkeypatch.setattr("minipaged.server.lifecycle.listen", never)
+    result = CliRunner().invoke(app, ["serve"], env={"MINIPAGED_API_KEY": keys, "COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert "MINIPAGED_API_KEY" in result.output
+
+
 def test_help_shows_an_example() -> None:
     from typer.testing import CliRunner
 
