@@ -103,6 +103,8 @@ def test_sigterm_while_streaming_lets_the_stream_end(tokenizer_folder: Path) -> 
         assert stream.recv(10)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not healthy(server.url), "it no longer accepts connections")
+        with pytest.raises(httpx.ConnectError, match="refused"):
+            httpx.get(server.url + "/ready")
         data = read_all(stream)
         assert b'"finish_reason":"length"' in data
         assert data.rstrip().endswith(b"[DONE]\n\n\r\n0") or b"[DONE]" in data
