@@ -68,6 +68,12 @@ def test_do_sample_false_is_greedy() -> None:
     assert GenerationDefaults.from_dict({"do_sample": None, "temperature": 0.7}, CONFIG).temperature == 0.7
 
 
+@pytest.mark.parametrize("penalty", [0, 1e-40, 1e40])
+def test_a_repetition_penalty_that_requests_may_not_have_is_refused(penalty: float) -> None:
+    with pytest.raises(CheckpointError, match="repetition_penalty must be a number from 1e-06 to 1e"):
+        GenerationDefaults.from_dict({"repetition_penalty": penalty}, CONFIG)
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [

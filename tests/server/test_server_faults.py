@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from server_rig import Rig, events, read_until, stub_rig, wait_until
+
+from minipaged.engine.plan import SampledToken
 
 BODY = {"prompt": "hi", "max_tokens": 400}
 
@@ -85,6 +88,25 @@ def test_an_engine_that_fails_answers_500_and_goes_on(stub: Rig, where: str, mon
         assert stub.http.get("/health").status_code == 200
         stub.wait_idle()
         assert stub.http.post(path, json={**body, "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("where", ["forward pass", "sampler"])
+def test_a_failed_request_is_one_error_line_without_its_text(
+    stub: Rig, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether the whole step fails or one sample, and however many texts were asked for."""
+    if where == "sampler":
+        broken = SampledToken(-1, error="ZeroDivisionError: injected")
+        monkeypatch.setattr(stub.runner, "_sample", lambda sequence: broken)
+    else:
+        stub.runner.errors = [ZeroDivisionError("injected")]
+    caplog.set_level("WARNING")
+    answer = stub.http.post("/v1/completions", json={"prompt": "SECRET", "n": 3, "max_tokens": 5})
+    assert answer.status_code == 500
+    lines = [record for record in caplog.records if record.getMessage().startswith("request ")]
+    assert [record.levelname for record in lines] == ["ERROR"]
+    assert re.fullmatch(r"request '[^']+' failed: ZeroDivisionError: injected", lines[0].getMessage())
+    assert "SECRET" not in caplog.text
 
 
 def test_a_dead_engine_is_reported_and_nobody_hangs(tokenizer_folder: Path) -> None:

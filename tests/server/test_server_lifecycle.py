@@ -103,6 +103,8 @@ def test_sigterm_while_streaming_lets_the_stream_end(tokenizer_folder: Path) -> 
         assert stream.recv(10)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: not healthy(server.url), "it no longer accepts connections")
+        with pytest.raises(httpx.ConnectError, match="refused"):
+            httpx.get(server.url + "/ready")
         data = read_all(stream)
         assert b'"finish_reason":"length"' in data
         assert data.rstrip().endswith(b"[DONE]\n\n\r\n0") or b"[DONE]" in data
@@ -209,6 +211,21 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
 
     result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2, result.output
+
+
+@pytest.mark.parametrize("keys", [",", " , ", " ", ",,"])
+def test_a_key_variable_without_a_key_does_not_open_the_server(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from minipaged.cli.main import app
+
+    def never(host: str, port: int) -> None:
+        raise AssertionError("it would have served")
+
+    monkeypatch.setattr("minipaged.server.lifecycle.listen", never)
+    result = CliRunner().invoke(app, ["serve"], env={"MINIPAGED_API_KEY": keys, "COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert "MINIPAGED_API_KEY" in result.output
 
 
 def test_help_shows_an_example() -> None:

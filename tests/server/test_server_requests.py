@@ -59,6 +59,30 @@ def test_c43_prompt_too_long_is_refused_before_the_stream(tokenizer_folder: Path
         assert rig.runner.steps == 2
 
 
+@pytest.mark.parametrize("letter", ["x", "\u00e9"])
+def test_c43_a_text_that_can_never_fit_is_not_even_tokenised(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch, letter: str
+) -> None:
+    """The longest token has 13 characters ("<|endoftext|>"): 64 x 13 of them fit nowhere, and nobody waits for them."""
+    with stub_rig(tokenizer_folder, engine={"max_model_len": 64}) as rig:
+        fits = "<|endoftext|>" * 63
+        assert rig.http.post("/v1/completions", json={"prompt": fits, "max_tokens": 1}).status_code == 200
+
+        def never(text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError("it was tokenised")
+
+        monkeypatch.setattr(rig.service.tokenizer, "encode", never)
+        for stream in (False, True):
+            for path, body in (
+                ("/v1/completions", {"prompt": letter * (64 * 13)}),
+                ("/v1/completions", {"prompt": letter * 300_000}),
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": letter * (64 * 13)}]}),
+            ):
+                error = refusal(rig.http.post(path, json={**body, "stream": stream}))
+                assert error["code"] == "context_length_exceeded"
+                assert "context length exceeded" in error["message"]
+
+
 def test_c43_what_the_whole_pool_cannot_hold_is_refused_likewise(tokenizer_folder: Path) -> None:
     """Another limit, the same kind of answer; what fits runs."""
     with stub_rig(tokenizer_folder, num_blocks=4) as rig:  # 16 slots serve 17 tokens

@@ -38,7 +38,7 @@ DEFAULTS = SimpleNamespace(
         ),
         ("presence_penalty", [-2.1, 2.1, math.inf, None]),
         ("frequency_penalty", [-2.1, 2.1, "0"]),
-        ("repetition_penalty", [0, -1.0, math.inf]),
+        ("repetition_penalty", [0, -1.0, math.inf, 1e-40, 9e-7, 1.1e6, 1e40]),
         ("skip_special_tokens", [None, 0]),
         ("detokenize", ["no"]),
         ("include_stop_str_in_output", [1]),
@@ -52,6 +52,15 @@ def test_every_field_is_checked_and_named_c33_c34(name: str, values: list[object
     for value in values:
         with pytest.raises(ValueError, match=name):
             SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_strongest_repetition_penalties_stay_in_float32(penalty: float) -> None:
+    """Logits far larger than any model's, and the largest bias, divided or multiplied by the limits."""
+    checked = SamplingParams(repetition_penalty=penalty).repetition_penalty
+    assert checked == penalty
+    logits, factor = np.float32([-1e30, -200, 0, 200, 1e30]), np.float32(checked)
+    assert np.isfinite(np.where(logits > 0, logits / factor, logits * factor)).all()
 
 
 def test_edges_that_are_allowed_c34() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -133,3 +134,35 @@ def test_other_decoders_are_told_apart(tmp_path: Path) -> None:
     assert not tokenizer.is_byte_level
     assert tokenizer.token_text(5) == "e"
     assert tokenizer.token_text(10_000) == ""
+
+
+@pytest.mark.parametrize("normalizer", [None, {"type": "NFC"}])
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40), composed=st.text("ᾂ각é", max_size=40), specials=st.integers(0, 5))
+def test_no_text_has_fewer_tokens_than_its_bound(
+    tmp_path_factory: pytest.TempPathFactory, normalizer: object, text: str, composed: str, specials: int
+) -> None:
+    """Also where the normalizer makes one character of four, and in texts of nothing but the longest token."""
+    tokenizer = with_changes(tmp_path_factory.mktemp("bound"), normalizer=normalizer)
+    for given_text in (text, unicodedata.normalize("NFD", composed), "<|endoftext|>" * specials):
+        assert tokenizer.min_num_tokens(given_text) <= len(tokenizer.encode(given_text))
+    assert tokenizer.min_num_tokens("<|endoftext|>" * specials) == specials
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}]}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}},
+    ],
+)
+def test_there_is_no_bound_where_text_can_vanish(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert with_changes(tmp_path, **changes).min_num_tokens("x" * 10**6) == 0
+
+
+def with_changes(folder: Path, **changes: object) -> Tokenizer:
+    write_byte_level_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    return Tokenizer(folder)

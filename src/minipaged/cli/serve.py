@@ -79,5 +79,11 @@ def model_name(model: str | None) -> str:
 
 
 def keys_from(variable: str) -> list[str]:
-    """Keys in an environment variable, separated by commas."""
-    return [key.strip() for key in variable.split(",") if key.strip()]
+    """Keys in an environment variable, separated by commas; none if it is unset or empty.
+
+    ValueError for one that holds no key all the same: whoever set it wanted keys, and an open server is not that.
+    """
+    keys = [key.strip() for key in variable.split(",") if key.strip()]
+    if variable and not keys:
+        raise ValueError(f"{KEYS_VARIABLE} must hold keys separated by commas, got {variable!r}: give one, or unset it")
+    return keys

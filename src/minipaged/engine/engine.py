@@ -245,7 +245,7 @@ class Engine:
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
             for row in plan.rows:
-                self._end(_request(row), "error", f"{type(error).__name__}: {error}", touched)
+                self._fail(_request(row), f"{type(error).__name__}: {error}", touched)
             return
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
@@ -256,8 +256,7 @@ class Engine:
             try:
                 self._apply(row, row_result, now, touched)
             except Exception as error:
-                logger.exception("request %r failed", request.request_id)
-                self._end(request, "error", f"{type(error).__name__}: {error}", touched)
+                self._fail(request, f"{type(error).__name__}: {error}", touched, trace=True)
 
     def _apply(self, row: ScheduledSequence, result: RowResult, now: float, touched: dict[Request, None]) -> None:
         """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
@@ -267,7 +266,7 @@ class Engine:
         request = child.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
-                self._end(request, "error", sample.error, touched)
+                self._fail(request, sample.error, touched)
                 return
         self._mark_computed(child, row.start, row.start + row.num_tokens)
         if row.prompt_logprobs:
@@ -300,6 +299,12 @@ class Engine:
                 self.block_manager.commit_tokens(child.sequence_id, child.token_ids[child.num_committed : full])
                 child.num_committed = full
 
+    def _fail(self, request: Request, error: str, touched: dict[Request, None], *, trace: bool = False) -> None:
+        """End a request with the reason "error" and say so in the log, once; `trace` adds the current traceback."""
+        if not request.finished:  # each of its n rows may fail
+            logger.error("request %r failed: %s", request.request_id, error, exc_info=trace)
+        self._end(request, "error", error, touched)
+
     def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
         """End every child that is not over yet, in whatever state it is, and give its blocks back."""
         for child in request.children:
@@ -331,9 +336,8 @@ class Engine:
         this pool.
         """
         manager, child = self.block_manager, self.scheduler.waiting[0]
-        self._end(
+        self._fail(
             child.request,
-            "error",
             f"{child.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
             f"{manager.num_physical_blocks} are available although no request runs: "
             "something else holds blocks of this engine's manager",
@@ -360,7 +364,10 @@ class Engine:
         """`drop` every live request, with the reason "error" if there is one; returns their last outputs."""
         ended: dict[Request, None] = {}
         for request in list(self._live.values()):
-            self._end(request, "abort" if error is None else "error", error, ended)
+            if error is None:
+                self._end(request, "abort", None, ended)
+            else:
+                self._fail(request, error, ended)
         return [request.output() for request in ended]
 
     # ---- numbers

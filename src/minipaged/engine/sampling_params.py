@@ -72,8 +72,8 @@ class SamplingParams:
     logprobs, prompt_logprobs: so many most likely tokens per position beside the token itself; 0 = only that one, -1 =
         all. Taken from the raw distribution: before bias, penalties, masks and temperature.
     logit_bias: token id -> number from -100 to 100 added to the logit before anything else.
-    repetition_penalty: > 0, divides positive and multiplies negative logits of tokens in the prompt or output (CTRL,
-        arXiv 1909.05858).
+    repetition_penalty: 1e-6..1e6, divides positive and multiplies negative logits of tokens in the prompt or output
+        (CTRL, arXiv 1909.05858). Beyond these limits, far outside what anybody uses, a logit could leave float32.
     presence_penalty, frequency_penalty: -2..2, subtracted once / per occurrence from the logits of tokens in the
         output.
     token_mask: called with the list of generated ids before each token; returns a boolean array of at most the
@@ -125,7 +125,7 @@ class SamplingParams:
         self._check_int("prompt_logprobs", -1, optional=True)
         self._check_float("presence_penalty", -2.0, 2.0)
         self._check_float("frequency_penalty", -2.0, 2.0)
-        self._check_float("repetition_penalty", 0.0, optional=True, exclusive=True)
+        self._check_float("repetition_penalty", 1e-6, 1e6, optional=True)
         self._check_float("length_penalty", -math.inf)
         self._check_int("priority", None)
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
@@ -208,14 +208,12 @@ class SamplingParams:
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
         self._set(name, number)
 
-    def _check_float(
-        self, name: str, low: float, high: float = math.inf, *, optional: bool = False, exclusive: bool = False
-    ) -> None:
+    def _check_float(self, name: str, low: float, high: float = math.inf, *, optional: bool = False) -> None:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not _is_number(value) or not low <= value <= high or (exclusive and value == low):
-            limits = [f"{'above' if exclusive else 'from'} {low:g}"] if low > -math.inf else []
+        if not _is_number(value) or not low <= value <= high:
+            limits = [f"from {low:g}"] if low > -math.inf else []
             limits += [f"to {high:g}"] if high < math.inf else []
             wanted = " ".join(["a finite number", *limits]) + (" or None" if optional else "")
             raise ValueError(f"{name} must be {wanted}, got {value!r}")

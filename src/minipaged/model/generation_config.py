@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,7 @@ class GenerationDefaults:
             top_p=_number(raw, "top_p", 0, 1, where),
             top_k=None if top_k is None else int(top_k),
             min_p=_number(raw, "min_p", 0, 1, where),
-            repetition_penalty=_number(raw, "repetition_penalty", sys.float_info.min, math.inf, where),
+            repetition_penalty=_number(raw, "repetition_penalty", 1e-6, 1e6, where),
         )
 
 

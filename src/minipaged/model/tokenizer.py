@@ -114,6 +114,37 @@ class Tokenizer:
 
         return isinstance(self._backend.decoder, decoders.ByteLevel)
 
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """The most UTF-8 bytes that one token can stand for; None where a token may stand for any number of them, or
+        none at all for some."""
+        from tokenizers import models, normalizers
+
+        backend = self._backend
+        added = backend.get_added_tokens_decoder().values()
+        vocab = backend.get_vocab(with_added_tokens=False)
+        known = (
+            self.is_byte_level
+            and isinstance(backend.model, models.BPE)
+            and (backend.normalizer is None or isinstance(backend.normalizer, normalizers.NFC))
+            and _keeps_every_byte(json.loads(backend.pre_tokenizer.__getstate__()) if backend.pre_tokenizer else {})
+            and vocab.keys() >= _BYTE_OF.keys()  # else bytes are dropped
+            and not any(token.lstrip or token.rstrip for token in added)  # they swallow blanks
+        )
+        if not known:
+            return None
+        return max(*map(len, vocab), *(len(token.content.encode()) for token in added))
+
+    def min_num_tokens(self, text: str) -> int:
+        """A number of tokens that `encode(text)` has at least, without tokenising: in constant time, and far below the
+        true number for most texts. 0 where this tokenizer gives no bound."""
+        if self._longest_token is None:
+            return 0
+        size = len(text)
+        if self._backend.normalizer is not None and not text.isascii():
+            size //= 4  # NFC makes one character of at most four (Unicode, annex 15)
+        return -(-size // self._longest_token)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised.
 
@@ -164,6 +195,14 @@ class Tokenizer:
             return bytes(_BYTE_OF[character] for character in token)
         except KeyError:  # an added token is spelt as it reads
             return str(token).encode("utf-8")
+
+
+def _keeps_every_byte(pre_tokenizer: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer, as tokenizer.json describes it, only cuts a text."""
+    kind = pre_tokenizer.get("type")
+    if kind == "Sequence":
+        return all(_keeps_every_byte(part) for part in pre_tokenizer["pretokenizers"])
+    return kind in ("ByteLevel", "Digits") or (kind == "Split" and pre_tokenizer["behavior"] != "Removed")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -175,7 +175,7 @@ def _add_ranges(schema: dict[str, Any], service: Service) -> None:
         "min_tokens": {"minimum": 0, "maximum": longest},
         "presence_penalty": {"minimum": -2, "maximum": 2},
         "frequency_penalty": {"minimum": -2, "maximum": 2},
-        "repetition_penalty": {"exclusiveMinimum": 0},
+        "repetition_penalty": {"minimum": 1e-6, "maximum": 1e6},
         "top_logprobs": {"minimum": 0, "maximum": service.settings.max_logprobs},
         "cache_salt": {"minLength": 1},
         "prompt": {"minLength": 1, "minItems": 1},

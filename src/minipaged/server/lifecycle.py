@@ -1,6 +1,6 @@
 """Listening, signals and a clean end.
 
-first SIGTERM or SIGINT   no new connections, 503 for new requests; those in flight go on
+first SIGTERM or SIGINT   the socket closes: connections are refused (503 until then); requests in flight go on
 shutdown_timeout - 1 s    what is still in flight is aborted, so that streams end with a last event
 shutdown_timeout          connections that are still open are cut
 second signal             the process ends at once

@@ -52,6 +52,18 @@ class Service:
             raise refused("this model has no tokenizer: give prompts as token ids to /v1/completions")
         return self.tokenizer
 
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a prompt. RequestTooLargeError at once for one so long that it need not be tokenised to know
+        that it can never fit: tokenising megabytes takes seconds, in which everybody else would wait."""
+        tokenizer, limit = self.need_tokenizer(), self.llm.engine.room_for(0)
+        least = tokenizer.min_num_tokens(text)
+        if least >= limit:
+            raise RequestTooLargeError(
+                f"context length exceeded: at least {least} prompt tokens ({len(text)} characters) + 1 new one > "
+                f"{limit}, the most that max_model_len and the pool allow; shorten the prompt or raise them"
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
     async def in_worker(self, work: Callable[[], T]) -> T:
         """Run `work` in the worker thread; its ValueErrors are the client's and become 400."""
         try:

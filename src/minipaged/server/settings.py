@@ -10,7 +10,8 @@ class ServerSettings:
     """Limits and identity of one server. Times are in seconds.
 
     served_model_names: what clients may call the model; the first one is reported.
-    api_keys: who may use the API; empty = everybody who reaches the socket.
+    api_keys: who may use the API; empty = everybody who reaches the socket. Printable ASCII, which is
+        what clients can send in a header.
     max_queued_requests: sequences (a request with n = 3 counts 3) that may wait for their first step; more get a 429.
     max_body_bytes, body_timeout: of a request's body; beyond them 413 and 408.
     step_timeout: /health is 503 while one step of the engine runs for longer.
@@ -32,8 +33,14 @@ class ServerSettings:
             raise ValueError(
                 f"served_model_name must be one or more non-empty names, got {list(self.served_model_names)}"
             )
-        if not all(self.api_keys):
-            raise ValueError("api_key must not be empty")
+        for position, key in enumerate(self.api_keys, 1):
+            if not key.strip():
+                raise ValueError(f"api_key must not be empty, which number {position} is")
+            if not (key.isascii() and key.isprintable()) or key != key.strip():  # a key itself belongs in no log
+                raise ValueError(
+                    f"api_key must be printable ASCII without blanks around it, which number {position} is not: "
+                    "clients could not send it"
+                )
         for name in ("max_queued_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
