@@ -165,9 +165,7 @@ def _llguidance(name: str) -> Any:
     try:
         import llguidance
     except ImportError:
-        raise refused(
-            f"{name} needs llguidance, which is not installed here: pip install 'minipaged-qwen[guided]'", name
-        ) from None
+        raise refused(f"{name} needs llguidance, which is not installed here: pip install '.[guided]'", name) from None
     return llguidance
 
 
