@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="triton is not installed: pip install 'minipaged-qwen[gpu]' (Linux)"
+    find_spec("triton") is None, reason="triton is not installed: pip install '.[gpu]' (Linux)"
 )
 
 

@@ -189,4 +189,4 @@ def test_without_the_extra_a_400_names_it(demo: Rig, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(builtins, "__import__", missing)
     response = demo.http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"})
     assert response.status_code == 400
-    assert "minipaged-qwen[guided]" in response.json()["error"]["message"]
+    assert ".[guided]" in response.json()["error"]["message"]
