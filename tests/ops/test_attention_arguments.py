@@ -48,7 +48,10 @@ def test_c20_a_needed_block_outside_the_pool(block: int) -> None:
         ({"seq_lens": torch.tensor([3.0, 9.0])}, "seq_lens must be int32"),
         ({"block_tables": torch.zeros(2, 3)}, "block_tables must be int32"),
         ({"out": torch.empty(2, 4, 8)}, r"out is torch.float32 \(2, 4, 8\)"),
-        ({"backend": "cuda"}, "backend='cuda' is unknown; choose one of 'triton', 'cpu', 'torch', 'reference'"),
+        (
+            {"backend": "cuda"},
+            "backend='cuda' is unknown; choose one of 'triton', 'flashinfer', 'cpu', 'torch', 'reference'",
+        ),
     ],
 )
 def test_wrong_arguments(change: dict[str, object], message: str) -> None:

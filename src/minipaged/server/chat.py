@@ -163,7 +163,7 @@ class _Call:
             enable_thinking=kwargs.get("enable_thinking"),
             continued=messages[-1]["content"] if continued else None,
         )
-        token_ids = service.encode(text, add_special_tokens=bool(body.add_special_tokens))
+        token_ids = service.encode(text, "messages", add_special_tokens=bool(body.add_special_tokens))
         params = sampling_params(
             body,
             max_tokens=self._max_tokens(),

@@ -67,7 +67,7 @@ class _Call:
             text, token_ids = None, prompt
             if isinstance(prompt, str):
                 special = body.add_special_tokens is not False
-                text, token_ids = prompt, service.encode(prompt, add_special_tokens=special)
+                text, token_ids = prompt, service.encode(prompt, "prompt", add_special_tokens=special)
             assert not isinstance(token_ids, str)
             max_tokens = body.max_tokens
             if max_tokens is None:

@@ -52,15 +52,17 @@ class Service:
             raise refused("this model has no tokenizer: give prompts as token ids to /v1/completions")
         return self.tokenizer
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a prompt. RequestTooLargeError at once for one so long that it need not be tokenised to know
-        that it can never fit: tokenising megabytes takes seconds, in which everybody else would wait."""
+    def encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of the prompt that came in `field`. A 400 at once for one so long that it need not be tokenised to
+        know that it can never fit: tokenising megabytes takes seconds, in which everybody else would wait."""
         tokenizer, limit = self.need_tokenizer(), self.llm.engine.room_for(0)
         least = tokenizer.min_num_tokens(text)
         if least >= limit:
-            raise RequestTooLargeError(
+            raise refused(
                 f"context length exceeded: at least {least} prompt tokens ({len(text)} characters) + 1 new one > "
-                f"{limit}, the most that max_model_len and the pool allow; shorten the prompt or raise them"
+                f"{limit}, the most that max_model_len and the pool allow; shorten the prompt or raise them",
+                field,
+                "context_length_exceeded",
             )
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
