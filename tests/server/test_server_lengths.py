@@ -8,12 +8,6 @@ import pytest
 from server_rig import refusal, stub_rig
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
-BOTH = [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", CHAT)]
-
-
-def still_works(rig: Rig) -> None:
-    rig.runner.says("ok")
-    assert rig.client.completions.create(model="stub", prompt="hi").choices[0].text == "ok"
 
 
 def test_c43_prompt_too_long_is_refused_before_the_stream(tokenizer_folder: Path) -> None:
