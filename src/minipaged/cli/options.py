@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from minipaged.errors import CheckpointError, PoolSizeWarning, UnsupportedModelError
-from minipaged.ops.registry import _BACKENDS  # the names alone: `available_backends` would import torch for --help
+from minipaged.ops.registry import backend_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,7 +68,7 @@ LLM_FLAGS = (
     Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
     Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
     Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag("backend", str, None, f"Kernels: {', '.join(_BACKENDS)}; the best that runs by default."),
+    Flag("backend", str, None, f"Kernels: {', '.join(backend_names())}; the best that runs by default."),
     Flag("block_size", int, 16, "Tokens per KV block.", unit="a number of tokens, for example 16"),
     Flag(
         "num_blocks",

@@ -160,7 +160,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             )
             for _ in range(config.num_hidden_layers)
         ]
-        for cache in caches:
+        for cache in caches if not on_gpu else ():  # there, zeros have been written already
             cache.touch(num_logical_blocks(TOUCHED_TOKENS, options.block_size))
     with _naming(
         f"the buffers of a step: lower max_num_seqs = {options.max_num_seqs} or "

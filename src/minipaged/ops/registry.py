@@ -27,6 +27,11 @@ _BACKENDS = {
 }
 
 
+def backend_names() -> tuple[str, ...]:
+    """Every back end's name, best first; imports none of them."""
+    return tuple(_BACKENDS)
+
+
 def available_backends(device: torch.device | str = "cpu") -> dict[str, str | None]:
     """Every back end's name, best first, with None if it can run on `device`, else the reason why it cannot."""
     return {name: _unavailable_reason(name, device) for name in _BACKENDS}
