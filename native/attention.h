@@ -80,13 +80,13 @@ struct Attention {
     // One packed tile for up to 12 rows whose states start at `s`.
     void attend(const char* q, const uint32_t* keys, const uint32_t* values, int rows, const int* visible, State s) const {
         alignas(64) float scores[MAX_ROWS * TILE];
-        alignas(64) T p[MAX_ROWS * TILE];
+        alignas(64) Left<T> p[MAX_ROWS * TILE];
         alignas(64) float c[LANES];
         int most = 1;
         for (int r = 0; r < rows; r++) most = max_of(most, visible[r]);
-        product_columns<T>(rows, round_up(most, LANES), {q, words * 4, keys, TILE, 2 * LANES, words, scores, TILE, SET, nullptr});
-        soften(scores, rows, visible, log2_scale, s, p, c);
-        product_columns<T>(rows, columns, {(const char*)p, TILE * (int64_t)sizeof(T), values, columns, 2 * LANES, ceil_div(most, WORD<T>),
+        product_columns<T>(rows, round_up(most, LANES), {q, words * LEFT_BYTES<T>, keys, TILE, 2 * LANES, words, scores, TILE, SET, nullptr});
+        soften<T>(scores, rows, visible, log2_scale, s, p, c);
+        product_columns<T>(rows, columns, {(const char*)p, TILE * (int64_t)sizeof(Left<T>), values, columns, 2 * LANES, ceil_div(most, WORD<T>),
                                            s.o, columns, sizeof(T) == 4 ? ADD : START, c});
     }
 
@@ -118,15 +118,15 @@ struct Attention {
         uint32_t *keys, *values;
         char* q;
         float *m, *l, *o, *total_m, *total_l, *total_o, *scores, *scale;
-        bf16* p;
+        Left<bf16>* p;
     };
-    size_t buffer_bytes(int64_t rows) const { return 4 * (TILE * words + TILE * columns + rows * (words + 2 * columns + LANES + 4 + TILE + TILE / 2) + 13 * 16); }
+    size_t buffer_bytes(int64_t rows) const { return 4 * (TILE * words + TILE * columns + rows * (words * FACTORS<T> + 2 * columns + LANES + 4 + 2 * TILE) + 13 * 16); }
     Buffers buffers(char* memory, int64_t rows) const {
         Buffers b;
         auto take = [&](int64_t n) { char* p = memory; memory += round_up(4 * n, 64); return p; };
         b.keys = (uint32_t*)take(TILE * words);
         b.values = (uint32_t*)take(TILE * columns / WORD<T>);
-        b.q = take(rows * words);
+        b.q = take(rows * words * FACTORS<T>);
         b.m = (float*)take(rows);
         b.l = (float*)take(rows * LANES);
         b.o = (float*)take(rows * columns);
@@ -135,7 +135,7 @@ struct Attention {
         b.total_o = (float*)take(rows * columns);
         b.scores = (float*)take(rows * TILE);
         b.scale = (float*)take(round_up(rows, LANES));
-        b.p = (bf16*)take(rows * TILE / 2);
+        b.p = (Left<bf16>*)take(rows * TILE * sizeof(Left<bf16>) / 4);
         return b;
     }
 
@@ -174,14 +174,14 @@ struct Attention {
         const int64_t first_position = history(u.sequence) + u.first_query;
         const int64_t first_token = batch->query_start_loc[u.sequence] + u.first_query;
         State state = State{b.m, b.l, b.o}.from(base, columns);
-        char* q = b.q + base * words * 4;
+        char* q = b.q + base * words * LEFT_BYTES<T>;
         const auto token_of = [&](int64_t r) { return first_token + r % per_head / group; };
         const auto head_of = [&](int64_t r) { return (w.head + r / per_head) * group + r % group; };
 
         if (w.tile == (int64_t)u.first_split * TILES_PER_SPLIT) {  // first tile of the unit
             for (int64_t r = 0; r < rows; r++) {
                 const T* from = (const T*)a->query + token_of(r) * a->query_stride + head_of(r) * a->query_head_stride;
-                memcpy(q + r * words * 4, from, dim * sizeof(T));
+                copy_left(from, dim, (Left<T>*)(q + r * words * LEFT_BYTES<T>));
                 b.total_m[base + r] = EMPTY;
                 b.total_l[base + r] = 0;
             }
@@ -206,7 +206,7 @@ struct Attention {
                 const int n = (int)min_of(block, rows - r);
                 int visible[MAX_ROWS];
                 for (int i = 0; i < n; i++) visible[i] = (int)min_of<int64_t>(TILE, first_position + (r + i) / group + 1 - start);
-                attend(q + r * words * 4, b.keys, b.values, n, visible, state.from(r, columns));
+                attend(q + r * words * LEFT_BYTES<T>, b.keys, b.values, n, visible, state.from(r, columns));
             }
         }
 

@@ -11,8 +11,6 @@
 
 namespace MP_ISA {
 
-constexpr int FEW_ROWS = REGISTER_ROWS > 4 ? 8 : 0;
-
 struct FewTile {
     const TileRows *rows, *next;  // next: the tile after this one, or null
     int64_t heads, key_head_bytes, value_head_bytes, dim;
@@ -21,7 +19,7 @@ struct FewTile {
     const char* q;  // [heads * R][dim]
     State state;    // of heads * R rows
     float* scores;  // [heads * R][64]
-    bf16* p;        // [heads * R][64]
+    Left<bf16>* p;  // [heads * R][64]
     float* scale;   // [heads * R], rounded up to 16
 };
 
@@ -85,9 +83,13 @@ inline void few_dots(const FewDots* d, int64_t words, FewFetch& fetch) {
             const FourWords t = transpose_16x4(d[v].keys, d[v].offset + 4 * k);
 #pragma GCC unroll 8
             for (int w = 0; w < 4; w++) {
+#pragma GCC unroll 2
+                for (int f = FACTORS<bf16> - 1; f >= 0; f--) {
+                    const u32x16 right = factor<bf16>(t.word[w], f);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++)
-                    acc[v][r] = multiply_add<bf16>(acc[v][r], load_word(d[v].q + 4 * (r * words + k + w)), t.word[w]);
+                    for (int r = 0; r < R; r++)
+                        acc[v][r] = multiply_add<bf16>(acc[v][r], load_word(d[v].q + LEFT_BYTES<bf16> * (r * words + k + w) + 4 * f), right);
+                }
                 fetch.line();
             }
         }
@@ -98,7 +100,7 @@ inline void few_dots(const FewDots* d, int64_t words, FewFetch& fetch) {
 
 // o[r] = o[r] * scale[r] + p[r] V for some keys of one head, the first of which is even. p [R][64], o [R][columns].
 template <int R, int V>
-inline void few_sums(const bf16* p, const char* const* values, int64_t offset, int count, const float* scale, float* o,
+inline void few_sums(const Left<bf16>* p, const char* const* values, int64_t offset, int count, const float* scale, float* o,
                      int64_t columns, FewFetch& fetch) {
     for (int64_t c = 0; c < columns; c += V * LANES) {
         f32x16 acc[R][V];
@@ -115,8 +117,12 @@ inline void few_sums(const bf16* p, const char* const* values, int64_t offset, i
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
                 const u32x16 w = pairs_of(a + v * LANES, b + v * LANES);
+#pragma GCC unroll 2
+                for (int f = FACTORS<bf16> - 1; f >= 0; f--) {
+                    const u32x16 right = factor<bf16>(w, f);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) acc[r][v] = multiply_add<bf16>(acc[r][v], load_word(p + r * TILE + k), w);
+                    for (int r = 0; r < R; r++) acc[r][v] = multiply_add<bf16>(acc[r][v], load_word(p + r * TILE + k + f), right);
+                }
                 fetch.line();
             }
         }
@@ -137,7 +143,7 @@ void few_tile(const FewTile& t) {
     for (int64_t first = 0; first < count; first += t.run)
         for (int64_t h = 0; h < t.heads; h++)
             for (int64_t i = first; i < min_of(count, first + t.run); i += LANES) {
-                dots[waiting++] = {t.rows->row + i, h * t.key_head_bytes, t.q + h * R * words * 4, t.scores + h * R * TILE + i};
+                dots[waiting++] = {t.rows->row + i, h * t.key_head_bytes, t.q + h * R * words * LEFT_BYTES<bf16>, t.scores + h * R * TILE + i};
                 if (waiting == 2) few_dots<R, 2>(dots, words, fetch), waiting = 0;
             }
     if (waiting) few_dots<R, 1>(dots, words, fetch);

@@ -1,62 +1,11 @@
 // Linear layers on packed weights: y = act(norm(x) W^T + bias) + residual.
 //
-// Packed: panels of 32 output columns, each a tile [words][32] (see tile.h), one after the other. A gated weight puts 16
-// gate and the 16 up columns that belong to them into one panel, so that SiLU(gate) * up needs no second pass.
 // Threads share out panels and never a sum. Everything after the product happens in float32 and is rounded once.
 #pragma once
 #include "norm.h"
+#include "weights.h"
 
 namespace MP_ISA {
-
-inline int64_t words_of(const mp_weight& w) { return w.type == MP_BF16 ? ceil_div(w.in_features, 2) : w.in_features; }
-inline int64_t panel_outputs(const mp_weight& w) { return w.gated ? PANEL / 2 : PANEL; }  // results per panel
-inline int64_t outputs(const mp_weight& w) { return w.gated ? w.out_features / 2 : w.out_features; }
-inline int64_t panels(const mp_weight& w) { return ceil_div(outputs(w), panel_outputs(w)); }
-
-// The row of the weight that is column c of panel p, or -1 for padding.
-inline int64_t source_row(const mp_weight& w, int64_t p, int64_t c) {
-    const int64_t half = PANEL / 2, row = p * panel_outputs(w) + (w.gated ? c % half : c);
-    return row >= outputs(w) ? -1 : w.gated && c >= half ? outputs(w) + row : row;
-}
-
-template <class T>
-int pack(const mp_pack* a) {
-    const mp_weight& w = *a->weight;
-    const int64_t words = words_of(w), whole = w.in_features / WORD<T>;
-    char* zeros = (char*)calloc(w.in_features, sizeof(T));
-    if (!zeros) return MP_OUT_OF_MEMORY;
-#pragma omp parallel for num_threads(a->threads) schedule(static)
-    for (int64_t p = 0; p < panels(w); p++) {
-        uint32_t* tile = (uint32_t*)w.data + p * words * PANEL;
-        const char* rows[PANEL];
-        for (int64_t c = 0; c < PANEL; c++) {
-            const int64_t row = source_row(w, p, c);
-            rows[c] = row < 0 ? zeros : (const char*)((const T*)a->source + row * a->row_stride);
-        }
-        for (int v = 0; v < PANEL; v += LANES) transpose_rows(rows + v, whole, tile + v, PANEL, [] {});
-        if (whole < words)  // an odd bf16 row: the last pair is (x, 0)
-            for (int c = 0; c < PANEL; c++) tile[whole * PANEL + c] = ((const bf16*)rows[c])[w.in_features - 1].bits;
-    }
-    free(zeros);
-    return MP_OK;
-}
-
-// Rows of an ungated weight, read back out of the panels: one table serves as embedding and as output head.
-template <class T>
-int embed(const mp_embed* a) {
-    const mp_weight& w = *a->weight;
-    const int64_t words = words_of(w), whole = w.in_features / WORD<T>;
-    for (int64_t i = 0; i < a->count; i++)
-        if (a->tokens[i] < 0 || a->tokens[i] >= w.out_features) return MP_BAD_TOKEN;
-#pragma omp parallel for num_threads(a->threads) if (a->count >= 4)
-    for (int64_t i = 0; i < a->count; i++) {
-        const uint32_t* column = (const uint32_t*)w.data + a->tokens[i] / PANEL * words * PANEL + a->tokens[i] % PANEL;
-        char* out = (char*)((T*)a->out + i * a->out_stride);
-        for (int64_t k = 0; k < whole; k++) memcpy(out + 4 * k, column + k * PANEL, 4);
-        if (whole < words) memcpy(out + 4 * whole, column + whole * PANEL, sizeof(T));
-    }
-    return MP_OK;
-}
 
 // From float32 sums of one panel, [rows][stride], to results: bias, SiLU-mul, residual, one rounding.
 template <class Out>
@@ -97,9 +46,10 @@ int linear(const mp_linear* a) {
     // apart would all fall into the same sets of the L1 cache, so copies lie 64 bytes further apart.
     int64_t x_stride = a->x_stride * (int64_t)sizeof(T);
     const char* x = (const char*)a->x;
-    const bool copy = a->norm_weight || w.in_features % WORD<T> || (rows > 1 && x_stride % 4096 == 0);
+    const bool copy = a->norm_weight || w.in_features % WORD<T> || sizeof(Left<T>) != sizeof(T) || (rows > 1 && x_stride % 4096 == 0);
     if (copy) {
-        x_stride = round_up(4 * words, 64) + (round_up(4 * words, 64) % 4096 == 0 ? 64 : 0);
+        x_stride = round_up(LEFT_BYTES<T> * words, 64);
+        if (x_stride % 4096 == 0) x_stride += 64;
         x = scratch.reserve(rows * x_stride);
         if (!x) return MP_OUT_OF_MEMORY;
     }
@@ -113,6 +63,7 @@ int linear(const mp_linear* a) {
     const int64_t even = w.gated ? 2 : 1, wanted = many ? max_of(even, 256 * 1024 / panel_bytes / even * even) : 8;
     const int64_t group = max_of<int64_t>(1, min_of(wanted, all_panels / (4 * a->threads)));
     const int64_t chunk = many ? group : 1;
+
     int64_t next = 0;
 
 #pragma omp parallel num_threads(a->threads)
@@ -122,10 +73,10 @@ int linear(const mp_linear* a) {
 #pragma omp for
             for (int64_t r = 0; r < rows; r++) {
                 const T* from = (const T*)a->x + r * a->x_stride;
-                T* to = (T*)(x + r * x_stride);
+                Left<T>* to = (Left<T>*)(x + r * x_stride);
                 if (a->norm_weight) rms_norm_row(from, w.in_features, (const T*)a->norm_weight, a->eps, to);
-                else memcpy(to, from, w.in_features * sizeof(T));
-                memset(to + w.in_features, 0, 4 * words - w.in_features * sizeof(T));
+                else copy_left(from, w.in_features, to);
+                for (int64_t k = w.in_features; k < words * WORD<T>; k++) to[k] = {};
             }
         }
         alignas(64) float sums[MAX_ROWS * PANEL];

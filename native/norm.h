@@ -21,12 +21,13 @@ inline float inverse_rms(const T* x, int64_t n, double eps) {
     return (float)(1.0 / sqrt((double)sum(squares) / (double)n + eps));
 }
 
-template <class T>
-inline void rms_norm_row(const T* x, int64_t n, const T* weight, double eps, T* out) {
+// Out: T, or float that keeps what T would.
+template <class T, class Out>
+inline void rms_norm_row(const T* x, int64_t n, const T* weight, double eps, Out* out) {
     const f32x16 inverse = splat(inverse_rms(x, n, eps));
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) store(out + i, rounded_to<T>(load(x + i) * inverse) * load(weight + i));
-    if (i < n) store(out + i, rounded_to<T>(load(x + i, n - i) * inverse) * load(weight + i, n - i), n - i);
+    for (; i + LANES <= n; i += LANES) store_as<T>(out + i, rounded_to<T>(load(x + i) * inverse) * load(weight + i));
+    if (i < n) store_as<T>(out + i, rounded_to<T>(load(x + i, n - i) * inverse) * load(weight + i, n - i), n - i);
 }
 
 template <class T>

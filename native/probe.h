@@ -31,13 +31,13 @@ int peak_probe(const mp_probe* a) {
 #pragma omp parallel num_threads(a->threads)
     {
         FlushDenormals flush;
-        alignas(64) uint32_t x[MAX_ROWS * 64] = {}, tile[64 * PANEL] = {};
+        alignas(64) uint32_t x[MAX_ROWS * 64 * FACTORS<T>] = {}, tile[64 * PANEL] = {};
         alignas(64) float out[MAX_ROWS * PANEL];
         int rows = MAX_ROWS;
         asm volatile("" : "+r"(rows));  // unknown to the compiler: it would drop sums that nobody reads
         NothingAhead nothing;
         for (int64_t i = 0; i < a->amount; i += 64)
-            product_rows<T, 2>(rows, {(const char*)x, 256, tile, PANEL, PANEL, 64, out, PANEL, SET, nullptr}, nothing);
+            product_rows<T, 2>(rows, {(const char*)x, 64 * LEFT_BYTES<T>, tile, PANEL, PANEL, 64, out, PANEL, SET, nullptr}, nothing);
         if (omp_get_thread_num() == 0) *(volatile float*)a->result = out[0];
     }
     return MP_OK;

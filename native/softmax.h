@@ -25,7 +25,7 @@ struct State {
 // One tile for up to 16 rows: scores [rows][64] -> weights p [rows][64], and c[r], the factor of what o has so far.
 // visible[r] = keys of the tile that row r sees, at least 1.
 template <class T>
-inline void soften(const float* scores, int rows, const int* visible, float log2_scale, State s, T* p, float* c) {
+inline void soften(const float* scores, int rows, const int* visible, float log2_scale, State s, Left<T>* p, float* c) {
     alignas(64) float m[LANES], top[LANES];
     for (int i = 0; i < LANES; i++) m[i] = top[i] = EMPTY;
     for (int r = 0; r < rows; r++) {
@@ -50,7 +50,7 @@ inline void soften(const float* scores, int rows, const int* visible, float log2
         for (int v = 0; v < TILE / LANES; v++) e[v] = exp2(load(x + LANES * v) * splat(log2_scale) - splat(m[r]));
         for (int v = 0; visible[r] < TILE && v < TILE / LANES; v++)
             e[v] = first_or(e[v], min_of(LANES, max_of(0, visible[r] - LANES * v)), splat(0.0f));
-        for (int v = 0; v < TILE / LANES; v++) store(p + r * TILE + LANES * v, e[v]);
+        for (int v = 0; v < TILE / LANES; v++) store_as<T>(p + r * TILE + LANES * v, e[v]);
         s.m[r] = m[r];
         store(s.l + r * LANES, fma(load(s.l + r * LANES), splat(c[r]), (e[0] + e[1]) + (e[2] + e[3])));
     }

@@ -15,12 +15,43 @@ constexpr int PANEL = 32;      // columns of a packed weight that lie side by si
 constexpr int MAX_ROWS = 12;   // rows that one call of `product` takes
 constexpr int MAX_VECTORS = 8; // vectors of 16 columns that it takes
 
+// A product of two bf16 pairs is one instruction (dpbf16) where the machine has it. Elsewhere the left operand is kept in
+// float32, the right one is widened as it is read, and a pair is two fused multiply-adds. The bits are the same:
+// fma(even, fma(odd, acc)).
+#if defined(__AVX512BF16__)
 template <class T>
-inline f32x16 multiply_add(f32x16 acc, uint32_t x, u32x16 w);
-template <>
-inline f32x16 multiply_add<float>(f32x16 acc, uint32_t x, u32x16 w) { return fma(splat(float_of(x)), as_floats(w), acc); }
-template <>
-inline f32x16 multiply_add<bf16>(f32x16 acc, uint32_t x, u32x16 w) { return dot_pairs(acc, splat_word(x), w); }
+using Left = T;
+#else
+template <class T>
+using Left = float;
+#endif
+template <class T>
+constexpr int FACTORS = WORD<T> * sizeof(Left<T>) / 4;  // multiply-adds per word
+template <class T>
+constexpr int LEFT_BYTES = 4 * FACTORS<T>;  // of the left operand, per word of the right one
+
+template <class T>
+inline void copy_left(const T* from, int64_t n, Left<T>* to) {
+    int64_t i = 0;
+    if constexpr (sizeof(Left<T>) == sizeof(T)) memcpy(to, from, n * sizeof(T));
+    else {
+        for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+        for (; i < n; i++) to[i] = to_float(from[i]);
+    }
+}
+// What factor f of 16 words multiplies.
+template <class T>
+inline u32x16 factor(u32x16 words, int f) {
+    if constexpr (FACTORS<T> == 1) return words;
+    else return f == 0 ? words << 16 : words & splat_word(0xffff0000u);
+}
+template <class T>
+inline f32x16 multiply_add(f32x16 acc, uint32_t left, u32x16 right) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 2) return dot_pairs(acc, splat_word(left), right);
+#endif
+    return add_product(acc, splat(float_of(left)), as_floats(right));
+}
 
 // out[r][c] gets the chain x[r][0] * tile[0][c] + x[r][1] * tile[1][c] + ..., that
 //   SET: starts from 0;
@@ -28,7 +59,7 @@ inline f32x16 multiply_add<bf16>(f32x16 acc, uint32_t x, u32x16 w) { return dot_
 //   ADD: starts from 0 and is added, once finished, to out[r][c] * scale[r].
 enum Into { SET, START, ADD };
 struct Product {
-    const char* x;         // row-major words
+    const char* x;         // row-major, LEFT_BYTES for each word of the tile
     int64_t x_stride;      // bytes
     const uint32_t* tile;
     int64_t tile_stride;   // words from k to k + 1
@@ -59,13 +90,14 @@ struct TileAhead {  // `half` = 64: two lines, as fast as 32 columns are read; l
 template <class T, int R, int V, class Ahead>
 void product(const Product& a, Ahead& ahead) {
     if constexpr (R > REGISTER_ROWS) {
+        constexpr int PASSES = (R + REGISTER_ROWS - 1) / REGISTER_ROWS, FIRST = (R + PASSES - 1) / PASSES;
         NothingAhead nothing;
-        product<T, REGISTER_ROWS, V>(a, ahead);
+        product<T, FIRST, V>(a, ahead);
         Product b = a;
-        b.x += REGISTER_ROWS * a.x_stride;
-        b.out += REGISTER_ROWS * a.out_stride;
-        if (a.into != SET) b.scale += REGISTER_ROWS;
-        product<T, R - REGISTER_ROWS, V>(b, nothing);
+        b.x += FIRST * a.x_stride;
+        b.out += FIRST * a.out_stride;
+        if (a.into != SET) b.scale += FIRST;
+        product<T, R - FIRST, V>(b, nothing);
     } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
         NothingAhead nothing;
         product<T, R, V / 2>(a, ahead);
@@ -87,20 +119,23 @@ void product(const Product& a, Ahead& ahead) {
         Ahead fetch = ahead;  // a copy can live in registers
         const int64_t x_stride = a.x_stride, tile_stride = a.tile_stride, pair_stride = a.pair_stride;
         for (int64_t k = a.steps; k > 0; k--) {
-            u32x16 w[V];
-#pragma GCC unroll 8
-            for (int v = 0; v < V; v++) w[v] = load_words(tile + v / 2 * pair_stride + v % 2 * LANES);
-            tile += tile_stride;
 #pragma GCC unroll 4
             for (int v = 0; v < V; v += 2) fetch.step();
-#pragma GCC unroll 12
-            for (int r = 0; r < R; r++) {
-                uint32_t word = load_word(x[r / 3] + r % 3 * x_stride);
+#pragma GCC unroll 2
+            for (int f = FACTORS<T> - 1; f >= 0; f--) {
+                u32x16 w[V];
 #pragma GCC unroll 8
-                for (int v = 0; v < V; v++) acc[r][v] = multiply_add<T>(acc[r][v], word, w[v]);
+                for (int v = 0; v < V; v++) w[v] = factor<T>(load_words(tile + v / 2 * pair_stride + v % 2 * LANES), f);
+#pragma GCC unroll 12
+                for (int r = 0; r < R; r++) {
+                    const uint32_t left = load_word(x[r / 3] + r % 3 * x_stride + 4 * f);
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; v++) acc[r][v] = multiply_add<T>(acc[r][v], left, w[v]);
+                }
             }
+            tile += tile_stride;
 #pragma GCC unroll 4
-            for (int i = 0; i < (R + 2) / 3; i++) x[i] += 4;
+            for (int i = 0; i < (R + 2) / 3; i++) x[i] += LEFT_BYTES<T>;
         }
         ahead = fetch;
         if (a.into == ADD)
@@ -125,23 +160,26 @@ inline void product_rows(int rows, const Product& a, Ahead& ahead) {
     table[rows - 1](a, ahead);
 }
 
-// Words of one chain. In bf16 there is no limit: rounding the operands hides the rounding of the sum. In float32, chains
-// of fixed length are summed, which keeps the error at that of a blocked BLAS. Where they end depends on nothing.
+// Words that one call of `product` takes. In float32, chains of this length are summed, which keeps the error at that of a
+// blocked BLAS; where they end depends on nothing. In bf16, rounding the operands hides the rounding of the sum: one chain,
+// which stops only to go on where it was, so that a tile that is read in several passes stays in L1 (16 KiB of 32).
 template <class T>
-constexpr int64_t CHAIN = sizeof(T) == 4 ? 32 : int64_t(1) << 40;
+constexpr int64_t RUN = sizeof(T) == 4 ? 32 : FACTORS<T> > 1 ? 128 : int64_t(1) << 40;
+template <class T>
+constexpr Into NEXT_RUN = sizeof(T) == 4 ? ADD : START;
 
 alignas(64) static const float ONES[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 template <class T, int V, class Ahead>
 inline void product_chains(int rows, Product a, Ahead& ahead) {
     const int64_t steps = a.steps;
-    for (int64_t k = 0; k < steps; k += CHAIN<T>) {
-        a.steps = min_of(CHAIN<T>, steps - k);
+    for (int64_t k = 0; k < steps; k += RUN<T>) {
+        a.steps = min_of(RUN<T>, steps - k);
         product_rows<T, V>(rows, a, ahead);
-        if (steps - k <= CHAIN<T>) break;
-        a.x += 4 * CHAIN<T>;
-        a.tile += a.tile_stride * CHAIN<T>;
-        a.into = ADD, a.scale = ONES;
+        if (steps - k <= RUN<T>) break;
+        a.x += LEFT_BYTES<T> * RUN<T>;
+        a.tile += a.tile_stride * RUN<T>;
+        a.into = NEXT_RUN<T>, a.scale = ONES;
     }
 }
 
