@@ -11,6 +11,9 @@
 
 namespace MP_ISA {
 
+constexpr int DOTS = REGISTER_VECTORS;          // vectors of 16 keys side by side
+constexpr int FETCH_PIECES = REGISTER_VECTORS;  // measured: 2 on Zen 5, 1 on Zen 3
+
 struct FewTile {
     const TileRows *rows, *next;  // next: the tile after this one, or null
     int64_t heads, key_head_bytes, value_head_bytes, dim;
@@ -23,12 +26,12 @@ struct FewTile {
     float* scale;   // [heads * R], rounded up to 16
 };
 
-// Fetches lines in the order in which the tile reads them, two pieces (a run of one head) ahead of it and on into the next
+// Fetches lines in the order in which the tile reads them, some pieces (a run of one head) ahead of it and on into the next
 // tile; one line at a time, since requests faster than memory answers wait for each other. Into L1: on Zen 5 3 to 10 %
 // faster than into L2. Reading shuffled runs of 32 KiB is bound to about 70 % of what memory gives in order, of 4 KiB to 50 %.
 struct FewFetch {
     const FewTile& t;
-    int64_t pieces, index = 2;  // of the keys, and as many of the values
+    int64_t pieces, index = FETCH_PIECES;  // of the keys, and as many of the values
     const char *at, *stop;
     int64_t step, offset;
     const char *const *row, *const *end;
@@ -39,8 +42,8 @@ struct FewFetch {
         const int64_t i = here ? (value ? index - pieces : index) : index - 2 * pieces;
         const TileRows* rows = here ? t.rows : t.next;
         const int64_t first = i / t.heads * t.run;
-        if (!rows || index >= 2 * pieces + 2 || first >= rows->count) {  // nothing left: goes on fetching the same line
-            at = zero_row, stop = nullptr, step = 0, index = 2 * pieces + 2;
+        if (!rows || index >= 2 * pieces + FETCH_PIECES || first >= rows->count) {  // nothing left: goes on fetching the same line
+            at = zero_row, stop = nullptr, step = 0, index = 2 * pieces + FETCH_PIECES;
             return;
         }
         row = rows->row + (value ? TILE : 0) + first;
@@ -71,7 +74,7 @@ struct FewDots {
     float* scores;   // [R][64]
 };
 
-// V of them side by side: R chains alone would wait for their own results.
+// V of them side by side: on AVX-512, R chains alone would wait for their own results.
 template <int R, int V>
 inline void few_dots(const FewDots* d, int64_t words, FewFetch& fetch) {
     f32x16 acc[V][R];
@@ -138,13 +141,13 @@ template <int R>
 void few_tile(const FewTile& t) {
     const int64_t words = t.dim / 2, count = t.rows->count;
     FewFetch fetch(t);
-    FewDots dots[2];
+    FewDots dots[DOTS];
     int waiting = 0;
     for (int64_t first = 0; first < count; first += t.run)
         for (int64_t h = 0; h < t.heads; h++)
             for (int64_t i = first; i < min_of(count, first + t.run); i += LANES) {
                 dots[waiting++] = {t.rows->row + i, h * t.key_head_bytes, t.q + h * R * words * LEFT_BYTES<bf16>, t.scores + h * R * TILE + i};
-                if (waiting == 2) few_dots<R, 2>(dots, words, fetch), waiting = 0;
+                if (waiting == DOTS) few_dots<R, DOTS>(dots, words, fetch), waiting = 0;
             }
     if (waiting) few_dots<R, 1>(dots, words, fetch);
 
@@ -157,8 +160,9 @@ void few_tile(const FewTile& t) {
     for (int64_t first = 0; first < count; first += t.run)
         for (int64_t h = 0; h < t.heads; h++) {
             const int n = (int)min_of<int64_t>(t.run, count - first);
-            constexpr int V = R <= 6 ? 4 : 2;  // up to 24 accumulators; all of a row of 128 at once reads it in order
-            const auto sums = t.dim % 128 == 0 && R <= 3 ? few_sums<R, R <= 3 ? 8 : V> : few_sums<R, V>;
+            // As many as accumulators allow (a power of two); all of a row of 128 at once reads it in order.
+            constexpr int MOST = REGISTER_ROWS * REGISTER_VECTORS / R, V = MOST >= 4 ? 4 : MOST >= 2 ? 2 : 1;
+            const auto sums = t.dim % 128 == 0 && MOST >= 8 ? few_sums<R, MOST >= 8 ? 8 : V> : few_sums<R, V>;
             sums(t.p + h * R * TILE + first, t.rows->row + TILE + first, h * t.value_head_bytes, n,
                  first == 0 ? t.scale + h * R : nullptr, t.state.o + h * R * t.dim, t.dim, fetch);
         }

@@ -86,25 +86,38 @@ struct TileAhead {  // `half` = 64: two lines, as fast as 32 columns are read; l
         if (line == end) line = next;
     }
 };
+struct LineAhead {  // the same for products that read a tile in several passes, or share the work: at most one line per word
+    const char *line, *end, *next;
+    int64_t bytes;
+    void step() {
+        prefetch_l1(line), line += bytes;
+        if (line >= end) line = next;
+    }
+};
+
+// How `product` goes about R rows and V vectors: in passes over the tile whose accumulators stay in registers.
+constexpr int row_passes(int rows) { return (rows + REGISTER_ROWS - 1) / REGISTER_ROWS; }
+constexpr int passes(int rows, int vectors) {
+    const int r = (rows + row_passes(rows) - 1) / row_passes(rows);
+    return row_passes(rows) * (r * vectors <= REGISTER_ROWS * REGISTER_VECTORS ? 1 : 2);
+}
 
 template <class T, int R, int V, class Ahead>
 void product(const Product& a, Ahead& ahead) {
     if constexpr (R > REGISTER_ROWS) {
-        constexpr int PASSES = (R + REGISTER_ROWS - 1) / REGISTER_ROWS, FIRST = (R + PASSES - 1) / PASSES;
-        NothingAhead nothing;
+        constexpr int FIRST = (R + row_passes(R) - 1) / row_passes(R);
         product<T, FIRST, V>(a, ahead);
         Product b = a;
         b.x += FIRST * a.x_stride;
         b.out += FIRST * a.out_stride;
         if (a.into != SET) b.scale += FIRST;
-        product<T, R - FIRST, V>(b, nothing);
+        product<T, R - FIRST, V>(b, ahead);
     } else if constexpr (R * V > REGISTER_ROWS * REGISTER_VECTORS) {
-        NothingAhead nothing;
         product<T, R, V / 2>(a, ahead);
         Product b = a;
         b.tile += vector_at(a, V / 2);
         b.out += V / 2 * LANES;
-        product<T, R, V / 2>(b, nothing);
+        product<T, R, V / 2>(b, ahead);
     } else {
         f32x16 acc[R][V];
 #pragma GCC unroll 12
@@ -160,26 +173,25 @@ inline void product_rows(int rows, const Product& a, Ahead& ahead) {
     table[rows - 1](a, ahead);
 }
 
-// Words that one call of `product` takes. In float32, chains of this length are summed, which keeps the error at that of a
-// blocked BLAS; where they end depends on nothing. In bf16, rounding the operands hides the rounding of the sum: one chain,
-// which stops only to go on where it was, so that a tile that is read in several passes stays in L1 (16 KiB of 32).
+// Words of one chain. In bf16 there is no limit: rounding the operands hides the rounding of the sum. In float32, chains
+// of fixed length are summed, which keeps the error at that of a blocked BLAS. Where they end depends on nothing.
 template <class T>
-constexpr int64_t RUN = sizeof(T) == 4 ? 32 : FACTORS<T> > 1 ? 128 : int64_t(1) << 40;
-template <class T>
-constexpr Into NEXT_RUN = sizeof(T) == 4 ? ADD : START;
+constexpr int64_t CHAIN = sizeof(T) == 4 ? 32 : int64_t(1) << 40;
 
 alignas(64) static const float ONES[MAX_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
+// `run`: words after which a bf16 chain stops, to go on where it was: what is read in several passes then stays in L1.
 template <class T, int V, class Ahead>
-inline void product_chains(int rows, Product a, Ahead& ahead) {
+inline void product_chains(int rows, Product a, Ahead& ahead, int64_t run = CHAIN<T>) {
     const int64_t steps = a.steps;
-    for (int64_t k = 0; k < steps; k += RUN<T>) {
-        a.steps = min_of(RUN<T>, steps - k);
+    run = min_of(run, CHAIN<T>);
+    for (int64_t k = 0; k < steps; k += run) {
+        a.steps = min_of(run, steps - k);
         product_rows<T, V>(rows, a, ahead);
-        if (steps - k <= RUN<T>) break;
-        a.x += LEFT_BYTES<T> * RUN<T>;
-        a.tile += a.tile_stride * RUN<T>;
-        a.into = NEXT_RUN<T>, a.scale = ONES;
+        if (steps - k <= run) break;
+        a.x += LEFT_BYTES<T> * run;
+        a.tile += a.tile_stride * run;
+        a.into = sizeof(T) == 4 ? ADD : START, a.scale = ONES;
     }
 }
 
