@@ -16,7 +16,7 @@ def test_bandwidth_and_the_decode_speed_it_allows(monkeypatch: pytest.MonkeyPatc
     """One token reads the 596 million numbers of Qwen3-0.6B once (its head is its embedding)."""
     rates = iter([10e9, 11e9, 10.5e9, 10.2e9, 10.4e9])
     monkeypatch.setattr(bandwidth.Probes, "read_bandwidth", lambda _: next(rates))
-    monkeypatch.setattr(bandwidth, "resolve_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(bandwidth, "resolve_dtype", lambda *_, **__: torch.bfloat16)
     finding = only(bandwidth.read_bandwidth(Path("/no/such/root")))
     assert finding.facts["gb_s"] == pytest.approx(10.4)
     assert finding.facts["spread"] == pytest.approx(1.0 / 10.4)

@@ -29,7 +29,7 @@ def test_instruction_set(built: dict[str, bool], wanted: str, flags: frozenset[s
     assert (finding.value, finding.state) == (value, state)
     if state == "note":
         assert "avx512bf16 needs avx512_bf16" in finding.why
-        assert "twice the bytes" in finding.advice
+        assert "computed in float32" in finding.advice
 
 
 def test_needed_flags_are_those_of_the_build() -> None:

@@ -34,6 +34,17 @@ def test_auto_follows_the_processor(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("checkpoint", "expected"), [(BF16, BF16), (F16, F32), (F32, F32)])
+def test_auto_follows_a_back_end_that_is_fast_at_bfloat16(checkpoint: torch.dtype, expected: torch.dtype) -> None:
+    assert resolve_dtype("auto", checkpoint, fast_bfloat16=True, cpu_flags=frozenset) == expected
+
+
+def test_bfloat16_is_obeyed_silently_where_the_back_end_is_fast(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "minipaged"):
+        assert resolve_dtype("bfloat16", F32, fast_bfloat16=True, cpu_flags=frozenset) == BF16
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("checkpoint", [BF16, F16, F32])
 def test_auto_on_a_gpu_is_the_checkpoints(checkpoint: torch.dtype) -> None:
     assert resolve_dtype("auto", checkpoint, device="cuda", cpu_flags=frozenset) == checkpoint

@@ -177,8 +177,8 @@ def bench_kernels(
     device = options["device"]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = resolve_dtype(options["dtype"], source.dtype, device=device)
     backend = get_backend(options.get("backend"), device)
+    dtype = resolve_dtype(options["dtype"], source.dtype, device=device, fast_bfloat16=backend.fast_bfloat16)
     progress("measuring the machine's limits")
     probes = Probes(threads=threads, device=device)
     peak = probes.matrix_peak(dtype)

@@ -13,6 +13,7 @@ from minipaged.bench.sitting import STEADY
 from minipaged.doctor.finding import Finding, State
 from minipaged.model.dtypes import resolve_dtype
 from minipaged.model.random_weights import QWEN3_SHAPES
+from minipaged.ops.native_library import unavailable_reason
 from minipaged.threads import set_threads
 
 MODEL = "qwen3-0.6b"
@@ -42,7 +43,8 @@ def read_bandwidth(root: Path) -> list[Finding]:
     rates = [probes.read_bandwidth() for _ in range(PROBES)]
     median = statistics.median(rates)
     spread = (max(rates) - min(rates)) / median
-    dtype = resolve_dtype("auto", torch.bfloat16)
+    native = unavailable_reason("cpu") is None
+    dtype = resolve_dtype("auto", torch.bfloat16, fast_bfloat16=native)
     most = median / model_bytes(dtype.itemsize)
     kind = str(dtype).removeprefix("torch.")
     facts = {

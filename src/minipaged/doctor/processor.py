@@ -40,10 +40,7 @@ def cpu(root: Path) -> list[Finding]:
 
 
 def instruction_set(root: Path) -> list[Finding]:
-    """Which native kernels were chosen; nothing if the native library is not there (the back end's finding says why).
-
-    Without bf16 instructions a bfloat16 checkpoint runs in float32: twice the bytes per token.
-    """
+    """Which native kernels were chosen; nothing if the native library is not there (the back end's finding says why)."""
     from minipaged.ops.native_library import instruction_sets, unavailable_reason
 
     if unavailable_reason("cpu") is not None:
@@ -81,13 +78,13 @@ def judge_instruction_set(built: dict[str, bool], wanted: str, flags: frozenset[
         return Finding(
             name="instruction set", value=best, why=why, advice=f"{ISA_VARIABLE} picks another one", facts=facts
         )
-    costs = "bfloat16 models run in float32 here, twice the bytes per token" if "avx512_bf16" in missing else ""
+    costs = "bfloat16 products are computed in float32 here" if "avx512_bf16" in missing else ""
     return Finding(
         name="instruction set",
         value=best,
         why=f"{why}; {better} needs {' '.join(missing)}, which this CPU (or its hypervisor) does not offer",
         state="note",
-        advice=f"{costs}; a CPU with AVX-512-BF16 reads half as much" if costs else "nothing to do on this CPU",
+        advice=f"{costs}; a CPU with AVX-512-BF16 is faster at prompts and batches" if costs else "nothing to do on this CPU",
         facts=facts,
     )
 

@@ -109,7 +109,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     batched_tokens = options.max_num_batched_tokens or (GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS)
     backend = get_backend(options.backend, device)
     note = "asked for" if options.backend else backend_note(backend.name, device)
-    dtype = resolve_dtype(options.dtype, source.dtype, device=device)
+    dtype = resolve_dtype(options.dtype, source.dtype, device=device, fast_bfloat16=backend.fast_bfloat16)
     positions = options.max_model_len or config.max_context
     if device.type == "cpu":
         available = cgroup.available_memory()

@@ -1,4 +1,4 @@
-"""Which number type a model runs in: that of its checkpoint where the processor can, float32 where it cannot."""
+"""Which number type a model runs in: that of its checkpoint where it is fast, float32 where it is not."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def resolve_dtype(
     checkpoint: torch.dtype,
     *,
     device: str | torch.device = "cpu",
+    fast_bfloat16: bool = False,
     cpu_flags: Callable[[], frozenset[str]] = read_cpu_flags,
 ) -> torch.dtype:
     """The type to run in: bfloat16, float16 or float32.
 
-    "auto" is the checkpoint's type, but on a CPU float32 for float16, and for bfloat16 without bf16 instructions. An
-    explicit type is obeyed; where the CPU has no instructions for it, one warning says so. ValueError for any other
-    name.
+    "auto" is the checkpoint's type, but on a CPU float32 for float16, and for bfloat16 where neither the back end
+    (`Backend.fast_bfloat16`) nor the processor's instructions make it fast. An explicit type is obeyed; where it is
+    slow, one warning says so. ValueError for any other name.
     """
     name = str(requested).removeprefix("torch.")
     if name != "auto" and name not in DTYPES:
@@ -34,8 +35,7 @@ def resolve_dtype(
     chosen = checkpoint if name == "auto" else DTYPES[name]
     if torch.device(device).type != "cpu" or chosen == torch.float32:
         return chosen
-    fast = chosen == torch.bfloat16 and not cpu_flags().isdisjoint(BF16_FLAGS)
-    if fast:
+    if chosen == torch.bfloat16 and (fast_bfloat16 or not cpu_flags().isdisjoint(BF16_FLAGS)):
         return chosen
     if name == "auto":
         return torch.float32

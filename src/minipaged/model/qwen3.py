@@ -163,7 +163,7 @@ class Qwen3Model:
             source.config,
             source.tensors,
             backend,
-            dtype=resolve_dtype(dtype, source.dtype, device=device),
+            dtype=resolve_dtype(dtype, source.dtype, device=device, fast_bfloat16=backend.fast_bfloat16),
             device=device,
             max_model_len=max_model_len,
             max_tokens=max_tokens,

@@ -85,6 +85,8 @@ class Backend(ABC):
     name: str
     batch_invariant: bool = False
     """True if a row's result is bit-identical whatever its batch mates, chunking and placement."""
+    fast_bfloat16: bool = False
+    """True if bfloat16 is as fast as float32 on every CPU: read half as much, computed in float32 if need be."""
     copies_weights: bool = False
     """True if `pack_linear` keeps nothing of its arguments: they may be views of a file, or buffers that are reused."""
     capturable: bool = False

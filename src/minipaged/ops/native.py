@@ -45,6 +45,7 @@ class NativeBackend(Backend):
 
     name = "cpu"
     batch_invariant = True
+    fast_bfloat16 = True
     copies_weights = True
     row_padding_bytes = 64  # rows a multiple of 4 KiB apart would meet in the same sets of the L1 cache
 
