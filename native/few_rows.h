@@ -30,39 +30,44 @@ struct FewTile {
 // tile; one line at a time, since requests faster than memory answers wait for each other. Into L1: on Zen 5 3 to 10 %
 // faster than into L2. Reading shuffled runs of 32 KiB is bound to about 70 % of what memory gives in order, of 4 KiB to 50 %.
 struct FewFetch {
+    struct Lines {
+        const char *at, *stop;
+    };
     const FewTile& t;
     int64_t pieces, index = FETCH_PIECES;  // of the keys, and as many of the values
-    const char *at, *stop;
-    int64_t step, offset;
-    const char *const *row, *const *end;
+    const char *const *row = nullptr, *const *end = nullptr;
+    int64_t offset;
+    Lines lines;
 
-    explicit FewFetch(const FewTile& tile) : t(tile), pieces(ceil_div(tile.rows->count, tile.run) * tile.heads) { enter(); }
-    void enter() {
+    explicit FewFetch(const FewTile& tile) : t(tile), pieces(ceil_div(tile.rows->count, tile.run) * tile.heads) { enter(), lines = next(); }
+    void enter() {  // the piece `index`
         const bool here = index < 2 * pieces, value = here && index >= pieces;
         const int64_t i = here ? (value ? index - pieces : index) : index - 2 * pieces;
         const TileRows* rows = here ? t.rows : t.next;
         const int64_t first = i / t.heads * t.run;
-        if (!rows || index >= 2 * pieces + FETCH_PIECES || first >= rows->count) {  // nothing left: goes on fetching the same line
-            at = zero_row, stop = nullptr, step = 0, index = 2 * pieces + FETCH_PIECES;
+        if (!rows || index >= 2 * pieces + FETCH_PIECES || first >= rows->count) {  // nothing left
+            row = end = nullptr;
             return;
         }
         row = rows->row + (value ? TILE : 0) + first;
         end = row + min_of<int64_t>(t.run, rows->count - first);
         offset = i % t.heads * (value ? t.value_head_bytes : t.key_head_bytes);
-        step = 64;
-        begin();
     }
-    void begin() { at = *row + offset, stop = at + 2 * t.dim; }
-    void line() {
-        prefetch_l1(at);
-        at += step;
-        if (at == stop) {
-            if (++row == end) index++, enter();
-            else begin();
-        }
+    // Rows that lie one behind the other. Where nothing is left, the same lines again and again.
+    __attribute__((noinline)) Lines next() {
+        if (row == end && row) index++, enter();
+        if (!row) return {zero_row, zero_row + sizeof zero_row};
+        const char *at = *row + offset, *stop = at + 2 * t.dim;
+        for (row++; row != end && *row + offset == stop; row++) stop += 2 * t.dim;
+        return {at, stop};
+    }
+    void line(Lines& l) {  // a copy of `lines`, which can live in registers
+        prefetch_l1(l.at);
+        l.at += 64;
+        if (l.at == l.stop) l = next();
     }
     void rest() {
-        while (step) line();
+        while (row) line(lines);
     }
 };
 
@@ -80,6 +85,7 @@ inline void few_dots(const FewDots* d, int64_t words, FewFetch& fetch) {
     f32x16 acc[V][R];
     for (int v = 0; v < V; v++)
         for (int r = 0; r < R; r++) acc[v][r] = splat(0.0f);
+    FewFetch::Lines lines = fetch.lines;
     for (int64_t k = 0; k < words; k += 4) {
 #pragma GCC unroll 2
         for (int v = 0; v < V; v++) {
@@ -93,10 +99,11 @@ inline void few_dots(const FewDots* d, int64_t words, FewFetch& fetch) {
                     for (int r = 0; r < R; r++)
                         acc[v][r] = multiply_add<bf16>(acc[v][r], load_word(d[v].q + LEFT_BYTES<bf16> * (r * words + k + w) + 4 * f), right);
                 }
-                fetch.line();
+                fetch.line(lines);
             }
         }
     }
+    fetch.lines = lines;
     for (int v = 0; v < V; v++)
         for (int r = 0; r < R; r++) store(d[v].scores + r * TILE, acc[v][r]);
 }
@@ -114,6 +121,7 @@ inline void few_sums(const Left<bf16>* p, const char* const* values, int64_t off
                 acc[r][v] = load(o + r * columns + c + v * LANES);
                 if (scale) acc[r][v] = acc[r][v] * splat(scale[r]);
             }
+        FewFetch::Lines lines = fetch.lines;
         for (int k = 0; k < count; k += 2) {
             const bf16* a = (const bf16*)(values[k] + offset) + c;
             const bf16* b = (const bf16*)(k + 1 < count ? values[k + 1] + offset : zero_row) + c;
@@ -126,9 +134,10 @@ inline void few_sums(const Left<bf16>* p, const char* const* values, int64_t off
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) acc[r][v] = multiply_add<bf16>(acc[r][v], load_word(p + r * TILE + k + f), right);
                 }
-                fetch.line();
+                fetch.line(lines);
             }
         }
+        fetch.lines = lines;
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
