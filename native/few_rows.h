@@ -63,6 +63,7 @@ struct FewFetch {
     }
     void line(Lines& l) {  // a copy of `lines`, which can live in registers
         prefetch_l1(l.at);
+        if (REGISTER_VECTORS == 1) prefetch_l2(l.at + 4096);  // Zen 3 drops requests when it is busy: each line gets two
         l.at += 64;
         if (l.at == l.stop) l = next();
     }
