@@ -52,7 +52,7 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
                 _unavailable_reason("cpu", device),
             )
     elif name not in _BACKENDS:
-        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(map(repr, _BACKENDS))}, or None")
+        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(map(repr, _BACKENDS))}")
     reason = _unavailable_reason(name, device)
     if reason is not None:
         raise BackendUnavailableError(f"backend {name!r} cannot run on {device}: {reason}; backend 'torch' can")
