@@ -15,6 +15,7 @@ from minipaged.engine.loading import LoadedEngine, load_engine
 from minipaged.engine.options import EngineOptions
 from minipaged.engine.outputs import CompletionOutput, RequestOutput
 from minipaged.engine.sampling_params import SamplingParams
+from minipaged.errors import EvictionPolicyError
 from minipaged.kv.arguments import check_keywords, hinting
 
 if TYPE_CHECKING:
@@ -125,7 +126,8 @@ class LLM:
         prompts: a string, token ids, or a list of either. sampling_params: for all, or one per prompt; None = the
         model's defaults.
         use_tqdm: a progress bar on stderr. ValueError for any prompt that cannot run (RequestTooLargeError if it is too
-        long): then none of them has run. An exception, Ctrl-C included, ends all of them and frees their blocks.
+        long): then none of them has run. An exception, Ctrl-C included, ends all of them and frees their blocks; only
+        EvictionPolicyError, for a policy of your own that fails, comes after all have ended and holds their outputs.
         """
         requests = [self._prepare(prompt, params) for prompt, params in _paired(_listed(prompts), sampling_params)]
         return self._run(requests, use_tqdm)
@@ -159,9 +161,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue one prompt and yield what is new at each step: text, token_ids and logprobs hold only that.
 
-        The last output has `finished` True and whatever was still to come. Leaving the loop, or Ctrl-C, ends the
-        request and frees its blocks at once. Errors as in `generate`, raised by this call itself. Several streams may
-        be read in turns.
+        The last output has `finished` True and whatever was still to come; what fails meanwhile ends it with the reason
+        "error". Leaving the loop, or Ctrl-C, ends the request and frees its blocks at once. ValueError as in
+        `generate`, raised by this call itself. Several streams may be read in turns.
         """
         return self._stream(self._prepare(prompt, sampling_params))
 
@@ -266,7 +268,15 @@ class LLM:
                         bar(output)
                 if len(results) < len(requests):
                     self._step()
-        return [results[request.request_id] for request in requests]
+        outputs = [results[request.request_id] for request in requests]
+        failures = [r.failure for r in requests if isinstance(r.failure, EvictionPolicyError)]
+        if failures:
+            raise EvictionPolicyError(
+                f"{failures[0]}: {len(failures)} of {len(requests)} requests ended with it; the outputs of all are in "
+                "this exception's `outputs`",
+                outputs,
+            ) from failures[0]
+        return outputs
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         given = [CompletionOutput(index) for index in range(request.params.n)]

@@ -50,7 +50,7 @@ def set_threads(threads: int | None = None) -> int:
     """
     global _chosen  # noqa: PLW0603 - the thread count is the process's, not an engine's
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-        raise ValueError(f"threads must be an integer of at least 1 or None, got {threads!r}")
+        raise ValueError(f"threads must be an integer of at least 1 or left out, got {threads!r}")
     with _lock:
         if _chosen is not None:
             if threads is not None and threads != _chosen:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli.main import app
-from minipaged.ops import available_backends
+from minipaged.engine.options import EngineOptions
+from minipaged.engine.sampling_params import SamplingParams
+from minipaged.kv import KVBlockManager
+from minipaged.ops import available_backends, get_backend
 
 
 def said_of(*arguments: str) -> str:
@@ -43,11 +47,13 @@ def test_the_least_value_of_a_flag_holds() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--max-tokens", "0", "max_tokens must be an integer of at least 1, got 0"),
-        ("--num-blocks", "0", "num_blocks must be an integer of at least 1, got 0"),
+        ("--max-tokens", "0", "max_tokens must be an integer of at least 1 or left out, got 0"),
+        ("--num-blocks", "0", "num_blocks must be an integer of at least 1 or left out, got 0"),
         ("--backend", "abacus", f"choose one of {', '.join(map(repr, available_backends()))}"),
-        ("--kv-journal", "", "kv_journal must be a name, got ''"),
-        ("--threads", "0", "threads must be an integer of at least 1, got 0"),
+        ("--kv-journal", "", "kv_journal must be a name or left out, got ''"),
+        ("--top-p", "1.5", "top_p must be a finite number from 0 to 1 or left out, got 1.5"),
+        ("--block-size", "0", "block_size must be an integer of at least 1, got 0"),
+        ("--threads", "0", "threads must be an integer of at least 1 or left out, got 0"),
         ("--eviction-policy", "mru", "choose one of ['lfu', 'lru']"),
     ],
 )
@@ -56,6 +62,26 @@ def test_no_error_offers_what_a_flag_cannot_be_given(flag: str, value: str, said
     assert said in message
     assert "None" not in message
     assert "object" not in message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: SamplingParams(max_tokens=0),
+        lambda: SamplingParams(top_p=1.5),
+        lambda: EngineOptions(threads=0),
+        lambda: EngineOptions(kv_journal=""),
+        lambda: EngineOptions(tokenizer=5),  # type: ignore[arg-type]
+        lambda: get_backend("abacus"),
+        lambda: KVBlockManager(4, 4, eviction_policy="mru"),
+    ],
+)
+def test_what_the_library_says_is_right_for_a_flag_too(wrong: Callable[[], object]) -> None:
+    """One wording for both, so that the command line passes it on as it is."""
+    with pytest.raises(ValueError, match=r"got|choose one of") as raised:
+        wrong()
+    assert "None" not in str(raised.value)
+    assert "object" not in str(raised.value)
 
 
 def test_help_lists_the_back_ends_of_the_registry_without_torch() -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import doctest
 import random
+from contextlib import suppress
 
 import pytest
 from kv_model import Harness, random_operation
 
-from minipaged.kv import KVBlockManager, RankedPolicy, eviction
+from minipaged.kv import EvictionPolicyError, KVBlockManager, RankedPolicy, eviction
 
 
 def evicted_order(manager: KVBlockManager, count: int) -> list[int]:
@@ -125,10 +126,64 @@ def test_a_policy_that_names_a_non_candidate_is_reported() -> None:
     manager = KVBlockManager(2, 1, enable_prefix_caching=True, eviction_policy=Wrong())
     cache(manager, 0, [1, 2])
     manager.release_sequence(0)
-    with pytest.raises(RuntimeError, match=r"Wrong.evict\(\) returned 0, which is not one of the 1 candidates"):
+    with pytest.raises(
+        EvictionPolicyError, match=r"Wrong failed \(evict\(\) returned 0, which is not one of the 1 candidates"
+    ):
         manager.allocate_block()
-    assert manager.num_idle_blocks == 1  # the operation is complete: another candidate went
+    assert manager.num_idle_blocks == 1  # another candidate went, and its block is free
+    assert manager.num_available_blocks == 2
     manager.check_invariants()
+
+
+@pytest.mark.parametrize("broken", ["evict", "add"])
+def test_a_block_whose_number_nobody_was_told_is_back_in_the_pool(broken: str) -> None:
+    """Random fillings of the pool, of which each allocation with a policy that raises changes nothing that counts."""
+
+    class Broken(RankedPolicy):
+        raises = False
+
+        def rank(self, block: int, released: int) -> int:
+            return released
+
+        def evict(self) -> int:
+            if self.raises and broken == "evict":
+                raise LookupError("in evict")
+            return super().evict()
+
+        def add(self, block: int, released: int) -> None:
+            if self.raises and broken == "add":
+                raise LookupError("in add")
+            super().add(block, released)
+
+    rng = random.Random(broken)
+    failed = 0
+    events: list[tuple[str, int]] = []
+    for _ in range(50):
+        policy = Broken()
+        manager = KVBlockManager(
+            8,
+            1,
+            enable_prefix_caching=True,
+            eviction_policy=policy,
+            listener=lambda event: events.append((event.kind, event.block)),
+        )
+        for sequence in range(rng.randint(1, 4)):
+            cache(manager, sequence, [rng.randint(0, 2) for _ in range(rng.randint(1, 4))])
+            manager.release_sequence(sequence)
+        policy.raises = True
+        for _ in range(8):
+            before = (manager.num_available_blocks, manager.num_blocks_in_use, manager.internal_fragmentation_tokens())
+            events.clear()
+            with suppress(EvictionPolicyError):
+                assert manager.ref_count(manager.allocate_block()) == 1
+                continue
+            failed += 1
+            after = (manager.num_available_blocks, manager.num_blocks_in_use, manager.internal_fragmentation_tokens())
+            assert after == before
+            taken = next(block for kind, block in events if kind == "allocate")
+            assert events[-1] == ("free", taken)  # a mirror of the events agrees
+            manager.check_invariants()
+    assert failed > 50
 
 
 @pytest.mark.parametrize("policy", [object(), RankedPolicy, 3, None])

@@ -108,7 +108,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVBlockManager], object], str]] = {
         "block 1 is logical block 1 with 6 tokens|block 1 .* rule: sharers agree",
     ),
     "held and in a table": (
-        lambda m: (m._held.add(0), m._held.remove(5)),
+        lambda m: (m._pool.held.add(0), m._pool.held.remove(5)),
         "block 5 has ref_count 1, but 0|block 0 has ref",
     ),
     "partial and cached": (cache_partial_block, "block 1 is cached with 2 of 4 tokens; rule: only full blocks"),
@@ -158,7 +158,7 @@ def test_a_corruption_is_named(name: str) -> None:
 
 def test_held_block_in_a_table() -> None:
     manager = busy_manager()
-    manager._held.add(2)
+    manager._pool.held.add(2)
     manager._pool.ref_count[2] += 1
     manager._pool.references += 1
     manager._pool.shared += 1

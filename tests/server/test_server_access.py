@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import httpx
 import pytest
-from server_rig import Rig, stub_rig
+from server_rig import Rig, refusal, stub_rig
 
 from minipaged.server import ServerSettings
 from minipaged.server.middleware import OPEN_PATHS
@@ -105,6 +106,36 @@ def test_bodies_have_a_limit(tokenizer_folder: Path) -> None:
         assert sock.recv(100).startswith(b"HTTP/1.1 413")
         sock.close()
         assert rig.http.post("/v1/completions", content=good).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_a_compressed_body_is_a_415_that_names_the_coding(stub: Rig, path: str) -> None:
+    for coding in ("gzip", "br", "identity, gzip"):
+        body = gzip.compress(b'{"prompt": "x"}')
+        answer = stub.http.post(path, content=body, headers={"Content-Encoding": coding})
+        assert f"Content-Encoding '{coding}'" in refusal(answer, 415)["message"]
+        assert answer.headers["accept-encoding"] == "identity"
+    assert stub.runner.steps == 0
+
+
+def test_a_body_that_says_it_is_not_compressed_is_read(stub: Rig) -> None:
+    for coding in ("identity", "Identity", ""):
+        headers = {"Content-Encoding": coding}
+        assert stub.http.post("/tokenize", json={"prompt": "x"}, headers=headers).status_code == 200
+
+
+def test_head_is_answered_like_get_but_for_the_body(stub: Rig) -> None:
+    for path in ("/health", "/ready", "/version", "/metrics", "/", "/v1/models", "/v1/models/stub"):
+        answer = stub.http.head(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"] == stub.http.get(path).headers["content-type"]
+        sock = stub.connect()
+        sock.sendall(f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        received = b"".join(iter(lambda sock=sock: sock.recv(65536), b""))  # type: ignore[misc]
+        assert received.endswith(b"\r\n\r\n"), "headers, and nothing after them"
+        sock.close()
+    assert stub.http.head("/v1/models/unknown").status_code == 404
+    assert stub.http.head("/v1/completions").status_code == 405
 
 
 def test_an_unexpected_fault_is_a_500_without_a_traceback(stub: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

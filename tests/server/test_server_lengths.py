@@ -51,6 +51,7 @@ def test_c43_a_text_that_can_never_fit_is_not_even_tokenised(
                 error = refusal(rig.http.post(path, json={**body, "stream": stream}))
                 assert error["code"] == "context_length_exceeded"
                 assert "context length exceeded" in error["message"]
+                assert refusal(rig.http.post("/tokenize", json=body)) == error
 
 
 def test_c43_what_the_whole_pool_cannot_hold_is_refused_likewise(tokenizer_folder: Path) -> None:

@@ -22,6 +22,18 @@ def test_models_and_unknown_names(stub: Rig) -> None:
     refusal(stub.http.get("/v1/completions"), 405)
 
 
+def test_a_small_pool_bounds_what_is_promised(tokenizer_folder: Path) -> None:
+    """4 blocks of 4 serve 17 tokens, since the last one drawn is never written; a request of the length named runs."""
+    for max_model_len, longest in ((64, 17), (None, 17), (10, 10)):
+        with stub_rig(tokenizer_folder, num_blocks=4, engine={"max_model_len": max_model_len}) as rig:
+            assert rig.http.get("/v1/models").json()["data"][0]["max_model_len"] == longest
+            assert rig.http.get("/v1/models/stub").json()["max_model_len"] == longest
+            assert rig.http.post("/tokenize", json={"prompt": "x"}).json()["max_model_len"] == longest
+            for extra, status in ((0, 200), (1, 400)):
+                body = {"prompt": [7], "max_tokens": longest - 1 + extra, "ignore_eos": True}
+                assert rig.http.post("/v1/completions", json=body).status_code == status
+
+
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     with stub_rig(None) as rig:
         body = {"prompt": [5, 6], "max_tokens": 3, "logprobs": 1}

@@ -1,4 +1,4 @@
-"""The OpenAPI description, and two minutes of requests that schemathesis makes from it."""
+"""The OpenAPI description, and the requests that schemathesis makes from it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,32 @@ def test_the_schema_describes_what_there_is(stub: Rig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)  # two minutes on a quiet machine
 def test_schemathesis(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """MINIPAGED_SCHEMA_SECONDS (default 120) of generated requests, good and bad: no 5xx, only documented answers."""
-    seconds = int(os.environ.get("MINIPAGED_SCHEMA_SECONDS", "120"))
-    parts = {
-        0.4: ("--include-path", "/v1/completions"),
-        0.41: ("--include-path", "/v1/chat/completions"),
-        0.19: ("--exclude-path-regex", "^/v1/(chat/)?completions$"),
-    }
+    """MINIPAGED_SCHEMA_EXAMPLES (default 300) of generated requests to each of the two large operations, good and bad,
+    and a tenth as many to each of the others: no 5xx, only documented answers. Examples and not seconds: how many of
+    them reach the engine must not depend on what else the machine does.
+    """
+    examples = int(os.environ.get("MINIPAGED_SCHEMA_EXAMPLES", "300"))
+    parts = (
+        (examples, 20, "--include-path", "/v1/completions"),
+        (examples, 20, "--include-path", "/v1/chat/completions"),
+        (max(1, examples // 10), 0, "--exclude-path-regex", "^/v1/(chat/)?completions$"),
+    )
     with stub_rig(tokenizer_folder, engine={"max_model_len": 200}) as rig:
-        for share, selection in parts.items():
+        for count, least_steps, *selection in parts:
             before = rig.runner.steps
             command = [
                 *(sys.executable, "-m", "schemathesis.cli", "run", f"{rig.url}/openapi.json", *selection),
-                *("--max-time", str(max(1, round(seconds * share))), "--max-examples", "100000", "--workers", "1"),
+                *("--max-examples", str(count), "--workers", "1", "--request-timeout", "120"),
                 *("--checks", "not_a_server_error,status_code_conformance,content_type_conformance"),
                 *("--phases", "coverage,fuzzing", "--no-color"),
             ]
-            result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300)
-            assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-            rig.wait_idle()
-            assert share < 0.2 or rig.runner.steps > before + 20, "it got as far as the engine"
+            for _ in range(5):  # of forty conversations, one or none is good enough for the engine
+                result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=600)
+                assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+                rig.wait_idle()
+                if rig.runner.steps >= before + least_steps:
+                    break
+            assert rig.runner.steps >= before + least_steps, "it got as far as the engine"
         assert rig.http.get("/health").status_code == 200

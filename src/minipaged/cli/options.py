@@ -10,7 +10,6 @@ import functools
 import inspect
 import logging
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -156,9 +155,6 @@ SAMPLING_FLAGS = (
     Flag("repetition_penalty", float, None, "Divides the positive logit of a token seen before."),
 )
 
-# What a keyword can be given and a flag cannot, in the messages of the library.
-_PYTHON_ONLY = re.compile(r",? or (None|pass an object)\b|\bNone or (?=an? )")
-
 PANELS = {"llm": "Model and engine", "sampling": "Sampling", "bench": "Benchmark", "work": "Workload"}
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -251,7 +247,7 @@ def readable_errors(*, debug: bool) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, MemoryError, ImportError, TypeError) as error:
         if debug:
             raise
-        typer.echo(f"error: {_PYTHON_ONLY.sub('', str(error))}", err=True)
+        typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

@@ -21,19 +21,19 @@ def chosen_backend(device: str) -> tuple[str | None, str]:
 
 def backends(installation: Installation, device: str) -> list[Finding]:
     """One finding per back end, best first. device: "cuda" if there is a GPU, else "cpu"."""
-    from minipaged.ops.registry import available_backends
+    from minipaged.ops.registry import GPU_BACKENDS, available_backends
 
     on_gpu, on_cpu = available_backends("cuda"), available_backends("cpu")
     found = []
     for name in on_cpu:
-        where = "cuda" if name == "triton" else "cpu"
+        where = "cuda" if name in GPU_BACKENDS else "cpu"
         reason = (on_gpu if where == "cuda" else on_cpu)[name] or _start_error(name, where)
         if reason is None:
             found.append(_available(name, where) if name != "cpu" else _native_available(installation))
         elif name == "cpu":
             found.append(_native_unavailable(reason, installation))
-        elif name == "triton":
-            found.append(_triton_unavailable(reason, device))
+        elif name in GPU_BACKENDS:
+            found.append(_gpu_unavailable(name, reason, device))
         else:
             found.append(_finding(name, reason, "problem", f"reinstall minipaged: {installation.rebuild_command}"))
     return found
@@ -42,6 +42,7 @@ def backends(installation: Installation, device: str) -> list[Finding]:
 def _available(name: str, where: str) -> Finding:
     uses = {
         "triton": ("GPU kernels", "`minipaged tune` measures their tiles once"),
+        "flashinfer": ("FlashInfer's attention, the rest as triton", "--backend flashinfer asks for it"),
         "cpu": ("C++ kernels; the same bits in any batch", NOTHING),
         "torch": ("PyTorch's kernels, on CPU and GPU", "--backend torch asks for it"),
         "reference": ("loops in float64, to be read", "--backend reference asks for it; it is slow"),
@@ -93,10 +94,14 @@ def native_missing(trouble: BuildTrouble, installation: Installation) -> Finding
     return replace(finding, value=value, facts={**finding.facts, **facts})
 
 
-def _triton_unavailable(reason: str, device: str) -> Finding:
+def _gpu_unavailable(name: str, reason: str, device: str) -> Finding:
+    from minipaged.ops.registry import chosen_by_itself
+
     if device == "cpu":
-        return _finding("triton", reason, "note", "nothing to do without a GPU: it computes on GPUs only")
-    return _finding("triton", reason, "warning", "pip install '.[gpu]'; torch serves on the GPU meanwhile")
+        return _finding(name, reason, "note", "nothing to do without a GPU: it computes on GPUs only")
+    if not chosen_by_itself(name, device):
+        return _finding(name, reason, "note", f"nothing to do, unless you want --backend {name}: others serve the GPU")
+    return _finding(name, reason, "warning", "pip install '.[gpu]'; torch serves on the GPU meanwhile")
 
 
 def _start_error(name: str, device: str) -> str | None:

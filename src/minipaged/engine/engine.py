@@ -227,8 +227,7 @@ class Engine:
         if not self.scheduler.failed:
             return plan
         for child, error in self.scheduler.failed.items():
-            logger.error("request %r failed", child.request.request_id, exc_info=error)
-            self._end(child.request, "error", f"{type(error).__name__}: {error}", touched)
+            self._fail(child.request, error, touched, trace=True)
         rows = [row for row in plan.rows if not _request(row).finished]
         return replace(plan, rows=rows, num_tokens=sum([row.num_tokens for row in rows]))
 
@@ -245,7 +244,7 @@ class Engine:
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
             for row in plan.rows:
-                self._fail(_request(row), f"{type(error).__name__}: {error}", touched)
+                self._fail(_request(row), error, touched)
             return
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
@@ -256,7 +255,7 @@ class Engine:
             try:
                 self._apply(row, row_result, now, touched)
             except Exception as error:
-                self._fail(request, f"{type(error).__name__}: {error}", touched, trace=True)
+                self._fail(request, error, touched, trace=True)
 
     def _apply(self, row: ScheduledSequence, result: RowResult, now: float, touched: dict[Request, None]) -> None:
         """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
@@ -299,11 +298,15 @@ class Engine:
                 self.block_manager.commit_tokens(child.sequence_id, child.token_ids[child.num_committed : full])
                 child.num_committed = full
 
-    def _fail(self, request: Request, error: str, touched: dict[Request, None], *, trace: bool = False) -> None:
-        """End a request with the reason "error" and say so in the log, once; `trace` adds the current traceback."""
+    def _fail(
+        self, request: Request, error: str | Exception, touched: dict[Request, None], *, trace: bool = False
+    ) -> None:
+        """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""
+        message = request.note_failure(error)
         if not request.finished:  # each of its n rows may fail
-            logger.error("request %r failed: %s", request.request_id, error, exc_info=trace)
-        self._end(request, "error", error, touched)
+            shown = trace and isinstance(error, Exception) and error
+            logger.error("request %r failed: %s", request.request_id, message, exc_info=shown)
+        self._end(request, "error", message, touched)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
         """End every child that is not over yet, in whatever state it is, and give its blocks back."""
@@ -322,8 +325,9 @@ class Engine:
             self.scheduler.remove(child)
         except Exception as error:
             logger.exception("giving back the blocks of request %r failed", child.request.request_id)
+            message = child.request.note_failure(error)
             if child.finish_reason != "error":
-                child.finish_reason, child.error = "error", f"{type(error).__name__}: {error}"
+                child.finish_reason, child.error = "error", message
 
     def _forget(self, request: Request, now: float) -> None:
         request.metrics.finished_time = now

@@ -70,9 +70,9 @@ class EngineOptions:
         for name in ("model", "tokenizer", "kv_journal"):
             value = getattr(self, name)
             if isinstance(value, str | Path) and not str(value).strip("\0"):
-                raise ValueError(f"{name} must be None or a name, got {value!r}")
+                raise ValueError(f"{name} must be a name or left out, got {value!r}")
             if isinstance(value, bytes | int | float):
-                raise ValueError(f"{name} must be None or a string, got {value!r}")
+                raise ValueError(f"{name} must be a string or left out, got {value!r}")
         for name in ("enable_prefix_caching", "check_invariants"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -91,7 +91,9 @@ class EngineOptions:
             return
         size = as_int(value)
         if size is None or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1{' or None' if optional else ''}, got {value!r}")
+            raise ValueError(
+                f"{name} must be an integer of at least 1{' or left out' if optional else ''}, got {value!r}"
+            )
         if size > _LARGEST_SIZE:
             raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
         object.__setattr__(self, name, size)  # frozen: only while being created

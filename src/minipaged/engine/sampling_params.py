@@ -204,7 +204,9 @@ class SamplingParams:
             return
         number = as_int(value)
         if number is None or (low is not None and number < low):
-            wanted = "an integer" + ("" if low is None else f" of at least {low}") + (" or None" if optional else "")
+            wanted = (
+                "an integer" + ("" if low is None else f" of at least {low}") + (" or left out" if optional else "")
+            )
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
         self._set(name, number)
 
@@ -215,7 +217,7 @@ class SamplingParams:
         if not _is_number(value) or not low <= value <= high:
             limits = [f"from {low:g}"] if low > -math.inf else []
             limits += [f"to {high:g}"] if high < math.inf else []
-            wanted = " ".join(["a finite number", *limits]) + (" or None" if optional else "")
+            wanted = " ".join(["a finite number", *limits]) + (" or left out" if optional else "")
             raise ValueError(f"{name} must be {wanted}, got {value!r}")
         self._set(name, float(value))
 

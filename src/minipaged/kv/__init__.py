@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minipaged._lazy import lazy_exports
-from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
+from minipaged.errors import EvictionPolicyError, InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv import address
 from minipaged.kv.block_manager import KVBlockManager, SequenceState
 from minipaged.kv.events import BlockEvent
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockEvent",
     "EvictionPolicy",
+    "EvictionPolicyError",
     "InvariantError",
     "KVBlockManager",
     "LeastFrequentlyUsed",

@@ -57,8 +57,8 @@ class KVBlockManager:
     listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
     Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
-    the listener or the eviction policy that raises: then the operation is complete). Unknown sequence ids raise
-    UnknownSequenceError, a KeyError with the id.
+    the listener, or the eviction policy with an EvictionPolicyError: then the operation is complete). Unknown sequence
+    ids raise UnknownSequenceError, a KeyError with the id.
     """
 
     def __init__(
@@ -79,7 +79,6 @@ class KVBlockManager:
         order = checked_order(free_order, self.num_physical_blocks)
         self.sequences: dict[int, SequenceState] = {}
         self._commits: dict[int, CommitState] = {}
-        self._held: set[int] = set()  # blocks of allocate_block
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
         self._pool = BlockPool(order, self.block_size, claim(make_policy(eviction_policy), self), listener)
 
@@ -246,13 +245,12 @@ class KVBlockManager:
     # --- single blocks ---
 
     def allocate_block(self) -> int:
-        """A block for the caller's own use (ref_count 1) until `free_block`. OutOfBlocksError if none is available."""
+        """A block for the caller's own use (ref_count 1) until `free_block`. OutOfBlocksError if none is available.
+
+        If the eviction policy fails, the block is back in the pool: nobody knows its number.
+        """
         self._check_room(1, "allocate_block")
-        block = self._pool.take()
-        self._held.add(block)
-        self._pool.emit("allocate", block)
-        self._pool.tell()
-        return block
+        return self._pool.take_for_caller()
 
     def free_block(self, block_id: int) -> None:
         """Give back a block of `allocate_block`.
@@ -260,13 +258,11 @@ class KVBlockManager:
         ValueError if the caller does not hold it (a sequence's block, or freed before).
         """
         block = self._block(block_id)
-        if block not in self._held:
+        if block not in self._pool.held:
             raise ValueError(
                 f"block {block} is not held by a caller: it was not allocated with allocate_block, or freed already"
             )
-        self._held.remove(block)
-        self._pool.give_back(block)
-        self._pool.tell()
+        self._pool.give_back_by_caller(block)
 
     # --- tensors for the kernels ---
 

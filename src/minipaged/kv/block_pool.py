@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+from minipaged.errors import EvictionPolicyError
 from minipaged.kv.block_copies import PendingCopies
 from minipaged.kv.events import BlockEvent, EventKind, Listener
 from minipaged.kv.eviction import EvictionPolicy
@@ -32,6 +34,7 @@ class BlockPool:
         self.free = list(reversed(free_order))  # a stack: the front of the queue is the end of the list
         self.ref_count = [0] * len(self.free)
         self.references = 0  # sum of ref_count
+        self.held: set[int] = set()  # by a caller, in no table
         self.shared = 0  # blocks with ref_count >= 2
         self.index = PrefixIndex()
         self.entry_of: list[Entry | None] = [None] * len(self.free)
@@ -42,8 +45,8 @@ class BlockPool:
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
         self._listener = listener
         self._events: list[BlockEvent] = []  # of the operation that is running
-        self._policy_error: Exception | None = None  # in the operation that is running
-        self._first_policy_error: Exception | None = None  # ever
+        self._policy_error: EvictionPolicyError | None = None  # in the operation that is running
+        self._first_policy_error: str | None = None  # ever
         self._releases = 0
 
     def emit(
@@ -92,6 +95,19 @@ class BlockPool:
     def take(self) -> int:
         """The next block; the caller has checked `num_available`."""
         return self._own(self.free.pop() if self.free else self._evict())
+
+    def take_for_caller(self) -> int:
+        """`take` as an operation of its own. If the policy fails, the block goes back: nobody knows its number."""
+        block = self.take()
+        self.held.add(block)
+        self.emit("allocate", block)
+        try:
+            self.tell()
+        except EvictionPolicyError:
+            with suppress(Exception):  # of the listener: the first error is the one to raise
+                self.give_back_by_caller(block)
+            raise
+        return block
 
     def take_destination(self) -> int:
         """The next block that may become the destination of a copy; the caller has checked `has_destinations`."""
@@ -148,6 +164,12 @@ class BlockPool:
             self._set_candidate(block, True)
         return True
 
+    def give_back_by_caller(self, block: int) -> None:
+        """Likewise for `give_back`."""
+        self.held.remove(block)
+        self.give_back(block)
+        self.tell()
+
     def _queue(self, block: int, sequence: int | None = None, index: int | None = None) -> None:
         self.free.append(block)
         if block in self.copies.sources:
@@ -200,41 +222,34 @@ class BlockPool:
 
     def ask_policy(self, call: Callable[..., Any], *arguments: int) -> Any:
         """A call of the user's policy. If it raises, the operation goes on, so that no block is lost half way, and
-        `tell` raises the first such error; None then.
+        `tell` raises an EvictionPolicyError for the first such error; None then.
         """
         try:
             return call(*arguments)
         except Exception as error:
-            self._note_policy_error(error)
+            self._note_policy_error(f"{type(error).__name__}: {error}", error)
             return None
 
-    def _note_policy_error(self, error: Exception) -> None:
-        first = self._first_policy_error
+    def _note_policy_error(self, what: str, cause: Exception | None = None) -> None:
+        if self._policy_error is not None:
+            return
+        first, name = self._first_policy_error, type(self.policy).__name__
         if first is None:
-            self._first_policy_error = first = error
-        elif (
-            self._policy_error is None
-        ):  # its order may miss blocks since then: name the cause, not what follows from it
-            error, cause = (
-                RuntimeError(
-                    f"eviction_policy {type(self.policy).__name__} failed again ({type(error).__name__}: {error}), "
-                    f"after its first error ({type(first).__name__}: {first})"
-                ),
-                error,
-            )
-            error.__cause__ = cause
-        self._policy_error = self._policy_error or error
+            self._first_policy_error = what
+            message = f"eviction_policy {name} failed ({what})"
+        else:  # its order may miss blocks since then: name the cause, not only what follows from it
+            message = f"eviction_policy {name} failed again ({what}), after its first error ({first})"
+        self._policy_error = EvictionPolicyError(message)
+        self._policy_error.__cause__ = cause
 
     def _evict(self) -> int:
         if not self.candidates:
             self._expose_candidate()
         block: int = self.ask_policy(self.policy.evict)
         if block not in self.candidates:
-            if self._policy_error is None:
-                wrong = f"{type(self.policy).__name__}.evict() returned {block!r}"
-                self._note_policy_error(
-                    RuntimeError(f"eviction_policy {wrong}, which is not one of the {len(self.candidates)} candidates")
-                )
+            self._note_policy_error(
+                f"evict() returned {block!r}, which is not one of the {len(self.candidates)} candidates"
+            )
             block = next(block for block in self.idle if block in self.candidates)  # the operation needs one
         entry = self.entry_of[block]
         assert entry is not None

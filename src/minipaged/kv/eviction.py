@@ -128,9 +128,7 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     """
     if isinstance(policy, str):
         if policy not in _BUILT_IN:
-            raise ValueError(
-                f"eviction_policy {policy!r} is unknown; choose one of {sorted(_BUILT_IN)} or pass an object"
-            )
+            raise ValueError(f"eviction_policy {policy!r} is unknown; choose one of {sorted(_BUILT_IN)}")
         return _BUILT_IN[policy]()
     missing = [
         name for name in ("insert", "hit", "add", "remove", "evict") if not callable(getattr(policy, name, None))

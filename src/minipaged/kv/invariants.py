@@ -49,7 +49,7 @@ def _check_tables(m: KVBlockManager) -> None:
 
 
 def _check_references(m: KVBlockManager) -> None:
-    owners = Counter(m._held)
+    owners = Counter(m._pool.held)
     for state in m.sequences.values():
         owners.update(state.block_table)
     for block, count in enumerate(m._pool.ref_count):
@@ -103,7 +103,7 @@ def _check_shared_fill(m: KVBlockManager) -> None:
                     f"{state.sequence_id}, but logical block "
                     f"{place_of[block][0]} with {place_of[block][1]} in another; rule: sharers agree"
                 )
-            if block in m._held:
+            if block in m._pool.held:
                 _fail(f"block {block} is held by a caller and in the table of sequence {state.sequence_id}; rule: one")
     for block, (_, tokens) in place_of.items():
         if m._pool.entry_of[block] is not None and tokens != m.block_size:

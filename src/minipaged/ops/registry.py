@@ -25,6 +25,8 @@ _BACKENDS = {
     "torch": ("minipaged.ops.torch_backend", "TorchBackend"),
     "reference": ("minipaged.ops.reference", "ReferenceBackend"),
 }
+GPU_BACKENDS = frozenset(("triton", "flashinfer"))
+"""Those that compute on GPUs only and are built on Triton, an optional package."""
 
 
 def backend_names() -> tuple[str, ...]:
@@ -52,7 +54,7 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
                 _unavailable_reason("cpu", device),
             )
     elif name not in _BACKENDS:
-        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(map(repr, _BACKENDS))}, or None")
+        raise ValueError(f"backend={name!r} is unknown; choose one of {', '.join(map(repr, _BACKENDS))}")
     reason = _unavailable_reason(name, device)
     if reason is not None:
         raise BackendUnavailableError(f"backend {name!r} cannot run on {device}: {reason}; backend 'torch' can")
@@ -63,16 +65,17 @@ def get_backend(name: str | None = None, device: torch.device | str = "cpu") -> 
 
 def best_backend(device: torch.device | str = "cpu") -> str:
     """The name of the one that `get_backend(None, device)` takes."""
-    return next(n for n in _BACKENDS if _chosen_by_itself(n, device) and _unavailable_reason(n, device) is None)
+    return next(n for n in _BACKENDS if chosen_by_itself(n, device) and _unavailable_reason(n, device) is None)
 
 
 def backend_note(name: str, device: torch.device | str = "cpu") -> str:
     """Why `get_backend(None, device)` chose this one: it is the best, or what keeps the better ones from running."""
-    better = [n for n in list(_BACKENDS)[: list(_BACKENDS).index(name)] if _chosen_by_itself(n, device)]
+    better = [n for n in list(_BACKENDS)[: list(_BACKENDS).index(name)] if chosen_by_itself(n, device)]
     return "; ".join(f"{n}: {_unavailable_reason(n, device)}" for n in better) or "the fastest that runs here"
 
 
-def _chosen_by_itself(name: str, device: torch.device | str) -> bool:
+def chosen_by_itself(name: str, device: torch.device | str) -> bool:
+    """Whether `get_backend(None, device)` considers this one, or only who asks for it by name gets it."""
     # Triton's interpreter takes CPU tensors, for tests: nobody wants it unless they ask for it. FlashInfer is for those
     # who ask: without CUDA graphs it is not the fastest at decoding.
     return name != "flashinfer" and (name != "triton" or not str(device).startswith("cpu"))
@@ -84,7 +87,7 @@ def _unavailable_reason(name: str, device: torch.device | str) -> str | None:
         return "this installation does not contain it"
     if name == "cpu" and not str(device).startswith("cpu"):
         return "it computes on the CPU"
-    if name in ("triton", "flashinfer"):  # said without importing triton, which takes a second
+    if name in GPU_BACKENDS:  # said without importing triton, which takes a second
         if name == "flashinfer" and str(device).startswith("cpu"):
             return "it runs on CUDA devices, not on cpu"
         if find_spec("triton") is None:

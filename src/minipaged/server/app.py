@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from minipaged.engine import AsyncLLM
     from minipaged.model.chat_template import ChatTemplate
     from minipaged.server.settings import ServerSettings
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 ERROR_SCHEMA = {
     "type": "object",
@@ -46,6 +48,7 @@ REFUSALS = {
     404: "No such model.",
     408: "The body took too long.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "The engine failed.",
     503: "The engine is dead, or the server is shutting down.",
@@ -103,41 +106,51 @@ def _add_generating(app: FastAPI, service: Service) -> None:
 def _add_probes(app: FastAPI, service: Service) -> None:
     created, started = int(time.time()), time.monotonic()
 
-    @app.get("/v1/models", **_describe(None, service))
+    @_get(app, "/v1/models", **_describe(None, service))
     async def list_models() -> Response:
         """The names under which the model is served."""
         cards = [probes.model_card(service, name, created) for name in service.settings.served_model_names]
         return probes.json_response({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{model:path}", **_describe(None, service))
+    @_get(app, "/v1/models/{model:path}", **_describe(None, service))
     async def get_model(model: str) -> Response:
         """One of them."""
         return probes.json_response(probes.model_card(service, service.check_model(model), created))
 
-    @app.get("/health", **_describe(None, service))
+    @_get(app, "/health", **_describe(None, service))
     async def health() -> Response:
         """Whether the engine works."""
         return probes.health(service)
 
-    @app.get("/ready", **_describe(None, service))
+    @_get(app, "/ready", **_describe(None, service))
     async def ready() -> Response:
         """Whether a request would be taken now."""
         return probes.ready(service)
 
-    @app.get("/version", **_describe(None, service))
+    @_get(app, "/version", **_describe(None, service))
     async def version() -> Response:
         """The version of minipaged."""
         return probes.json_response({"version": __version__})
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @_get(app, "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """For Prometheus."""
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/", response_class=HTMLResponse)
+    @_get(app, "/", response_class=HTMLResponse)
     async def status() -> HTMLResponse:
         """For people."""
         return HTMLResponse(probes.status_page(service, started))
+
+
+def _get(app: FastAPI, path: str, **described: Any) -> Callable[[F], F]:
+    """GET, and HEAD for load balancers that ask no more than whether: uvicorn sends the same headers and no body."""
+
+    def decorate(endpoint: F) -> F:
+        app.head(path, **{**described, "include_in_schema": False})(endpoint)
+        return app.get(path, **described)(endpoint)
+
+    return decorate
 
 
 def _describe(
@@ -162,7 +175,7 @@ def _describe(
 
 def _add_ranges(schema: dict[str, Any], service: Service) -> None:
     """Ranges as `SamplingParams` and this server's limits check them; types alone would promise too much."""
-    longest = service.llm.engine.max_model_len
+    longest = service.longest
     ranges: dict[str, dict[str, Any]] = {
         "model": {"enum": [*service.settings.served_model_names, None]},
         "n": {"minimum": 1, "maximum": service.llm.engine.config.max_num_seqs},

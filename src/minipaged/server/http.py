@@ -37,8 +37,8 @@ def event(content: Any) -> bytes:
 
 
 async def read_body(request: Request, limit: int, timeout: float) -> bytes:
-    """The whole body. ApiError 413 beyond `limit` bytes, 408 if it takes longer than `timeout` seconds, 400 for a
-    browser that sends it without asking first.
+    """The whole body. ApiError 413 beyond `limit` bytes, 408 if it takes longer than `timeout` seconds, 415 if it is
+    compressed, 400 for a browser that sends it without asking first.
     """
     headers = request.headers
     if "origin" in headers and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
@@ -66,6 +66,14 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
         await asyncio.wait_for(read(), timeout)
     except (asyncio.TimeoutError, TimeoutError):
         raise ApiError(408, f"the body did not arrive within {timeout:g} s", headers={"Connection": "close"}) from None
+    coding = ", ".join(headers.getlist("content-encoding"))
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding {coding!r} is not supported: send the body uncompressed, without this header",
+            code="unsupported_content_encoding",
+            headers={"Accept-Encoding": "identity"},  # RFC 9110, section 15.5.16
+        )
     return b"".join(chunks)
 
 

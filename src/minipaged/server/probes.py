@@ -57,7 +57,7 @@ def model_card(service: Service, name: str, created: int) -> dict[str, Any]:
         "owned_by": "minipaged",
         "root": service.settings.served_model_names[0],
         "parent": None,
-        "max_model_len": service.llm.engine.max_model_len,
+        "max_model_len": service.longest,
     }
 
 
@@ -72,7 +72,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         if (body.prompt is None) == (body.messages is None):
             raise refused("give either prompt or messages", "prompt")
         if body.prompt is not None:
-            ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            ids = service.encode(body.prompt, "prompt", add_special_tokens=body.add_special_tokens is not False)
         else:
             continued = bool(body.continue_final_message)
             generation = not continued if body.add_generation_prompt is None else body.add_generation_prompt
@@ -84,8 +84,8 @@ async def tokenize(service: Service, request: Request) -> Response:
                 add_generation_prompt=generation,
                 continue_final_message=continued,
             )
-            ids = tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
-        answer = {"count": len(ids), "max_model_len": service.llm.engine.max_model_len, "tokens": ids}
+            ids = service.encode(text, "messages", add_special_tokens=bool(body.add_special_tokens))
+        answer = {"count": len(ids), "max_model_len": service.longest, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
         return answer
@@ -117,7 +117,7 @@ def status_page(service: Service, started: float) -> str:
         "version": __version__,
         "up for": f"{time.monotonic() - started:.0f} s",
         "engine": "running" if llm.is_running else "dead",
-        "longest sequence": f"{llm.engine.max_model_len} tokens",
+        "longest sequence": f"{service.longest} tokens",
         "sequences running": stats.running,
         "requests waiting": stats.waiting,
         "KV blocks": f"{stats.blocks_in_use} in use, {stats.blocks_idle} idle, {stats.blocks_free} free "

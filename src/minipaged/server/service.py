@@ -52,10 +52,15 @@ class Service:
             raise refused("this model has no tokenizer: give prompts as token ids to /v1/completions")
         return self.tokenizer
 
+    @property
+    def longest(self) -> int:
+        """Most tokens that a prompt and its output can have together: `max_model_len`, or less if the pool is small."""
+        return self.llm.engine.room_for(0)
+
     def encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of the prompt that came in `field`. A 400 at once for one so long that it need not be tokenised to
         know that it can never fit: tokenising megabytes takes seconds, in which everybody else would wait."""
-        tokenizer, limit = self.need_tokenizer(), self.llm.engine.room_for(0)
+        tokenizer, limit = self.need_tokenizer(), self.longest
         least = tokenizer.min_num_tokens(text)
         if least >= limit:
             raise refused(
