@@ -40,7 +40,7 @@ def cpu(root: Path) -> list[Finding]:
 
 
 def instruction_set(root: Path) -> list[Finding]:
-    """Which native kernels were chosen; nothing if the native library is not there (the back end's finding says why)."""
+    """Which native kernels were chosen; nothing without the native library (the back end's finding says why)."""
     from minipaged.ops.native_library import instruction_sets, unavailable_reason
 
     if unavailable_reason("cpu") is not None:
@@ -84,7 +84,9 @@ def judge_instruction_set(built: dict[str, bool], wanted: str, flags: frozenset[
         value=best,
         why=f"{why}; {better} needs {' '.join(missing)}, which this CPU (or its hypervisor) does not offer",
         state="note",
-        advice=f"{costs}; a CPU with AVX-512-BF16 is faster at prompts and batches" if costs else "nothing to do on this CPU",
+        advice=f"{costs}; a CPU with AVX-512-BF16 is faster at prompts and batches"
+        if costs
+        else "nothing to do on this CPU",
         facts=facts,
     )
 
