@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 GRAPHS_VARIABLE = "MINIPAGED_CUDA_GRAPHS"
 """Environment variable: 0 = decode without CUDA graphs, for debugging."""
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 512, 8192
-TOUCHED_TOKENS = 4096
+TOUCHED_TOKENS = 2048
 """What the pool holds memory for from the start. On a virtual machine whose host lends memory when it is first written,
 fetching it during a prompt of 2048 tokens of Qwen3-0.6B took a tenth of the prefill."""
 
