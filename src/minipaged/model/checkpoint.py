@@ -36,6 +36,7 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._files: dict[str, Path] = {}
+        self._opened: tuple[Path, Any] | None = None  # the file read last: opening it for every tensor takes 0.2 s
         weight_map = self._find_files()
         for path in self._paths:
             self._read_header(path)
@@ -50,8 +51,10 @@ class Checkpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The tensor as a view of its file: copy what is to be kept. KeyError for an unknown name."""
-        with _open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+        path = self._files[name]
+        if self._opened is None or self._opened[0] != path:
+            self._opened = path, _open(path)
+        tensor: Tensor = self._opened[1].get_tensor(name)
         return tensor
 
     def check(self, config: ModelConfig) -> None:
