@@ -113,5 +113,6 @@ def test_random_histories() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # cut off by the clock, Hypothesis would call it flaky
 def test_long_random_histories() -> None:
     run(examples=3000, steps=100)
