@@ -48,6 +48,12 @@ struct Array {
         memcpy(&f, &u, 4);
         return f;
     }
+    std::vector<double> values() const {  // sanitized code is slow: the plain loops read these
+        std::vector<double> v(size);
+        for (int64_t i = 0; i < size; i++) v[i] = get(i);
+        return v;
+    }
+    char* at(int64_t i) const { return data.get() + i * (type == MP_BF16 ? 2 : 4); }
     Array random() {
         for (int64_t i = 0; i < size; i++) set(i, uniform());
         return std::move(*this);
@@ -65,35 +71,62 @@ static void near(const char* what, const mp_kernels* k, double got, double expec
     if (failures++ < 20) printf("%s %s type %d: %g, expected %g\n", k->name, what, (int)type, got, expected);
 }
 
-static void linear(const mp_kernels* k, int64_t type, int64_t rows, int64_t in, int64_t out, bool gated) {
-    const int64_t outputs = gated ? out / 2 : out;
+static void same_bits(const char* what, const mp_kernels* k, const Array& a, int64_t first, const Array& b, int64_t count) {
+    if (!memcmp(a.at(first), b.at(0), b.at(count) - b.at(0))) return;
+    if (failures++ < 20) printf("%s %s type %d: other bits\n", k->name, what, (int)a.type);
+}
+
+static void linear(const mp_kernels* k, int64_t type, int64_t rows, int64_t in, int64_t out, bool gated, int64_t threads = 2) {
+    const int64_t outputs = gated ? out / 2 : out, panels = gated ? (outputs + 15) / 16 : (outputs + 31) / 32;
     Array w = Array(type, out * in).random(), x = Array(type, rows * in).random(), norm = Array(type, in).random();
-    Array residual = Array(type, rows * outputs).random(), y(type, rows * outputs);
-    mp_weight weight = {nullptr, nullptr, in, out, gated, type};
+    Array residual = Array(type, rows * outputs).random(), y(type, rows * outputs), bias = Array(MP_F32, 32 * panels).random();
+    mp_weight weight = {nullptr, rows % 2 ? (float*)bias.at(0) : nullptr, in, out, gated, type};
     const int64_t bytes = mp_packed_bytes(&weight);
     std::unique_ptr<char[]> packed(new char[bytes]);
     weight.data = packed.get();
-    mp_pack pack = {&weight, w.data.get(), in, 2};
+    mp_pack pack = {&weight, w.at(0), in, threads};
     k->pack(&pack);
-    mp_linear call = {&weight, x.data.get(), in, rows, nullptr, 0, residual.data.get(), outputs, y.data.get(), outputs, type, 2};
+    mp_linear call = {&weight, x.at(0), in, rows, nullptr, 1e-6, residual.at(0), outputs, y.at(0), outputs, type, threads};
     k->linear(&call);
+    const std::vector<double> xs = x.values(), ws = w.values();
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < outputs; o++) {
             double s[2] = {0, 0};
-            for (int half = 0; half <= gated; half++)
-                for (int64_t i = 0; i < in; i++) s[half] += x.get(r * in + i) * w.get((o + half * outputs) * in + i);
-            near("linear", k, y.get(r * outputs + o),
-                 residual.get(r * outputs + o) + (gated ? s[0] / (1 + exp(-s[0])) * s[1] : s[0]), type);
+            for (int half = 0; half <= gated; half++) {
+                const double *a = &xs[r * in], *b = &ws[(o + half * outputs) * in];
+                for (int64_t i = 0; i < in; i++) s[half] += a[i] * b[i];
+                if (weight.bias) s[half] += bias.get(gated ? o / 16 * 32 + half * 16 + o % 16 : o);
+            }
+            // Without the residual: next to it, a large product would look small, and its error would not.
+            near("linear", k, y.get(r * outputs + o) - residual.get(r * outputs + o), gated ? s[0] / (1 + exp(-s[0])) * s[1] : s[0], type);
         }
-    call.norm_weight = norm.data.get();
-    call.eps = 1e-6;
-    k->linear(&call);  // for the sanitizers; the values are checked from Python
-    mp_rms_norm rms = {x.data.get(), in, rows, in, norm.data.get(), 1e-6, x.data.get(), in, type, 2};
+    // The last row alone.
+    Array alone(type, outputs);
+    mp_linear last = call;
+    last.rows = 1, last.x = x.at((rows - 1) * in), last.residual = residual.at((rows - 1) * outputs), last.out = alone.at(0);
+    k->linear(&last);
+    same_bits("one row alone", k, y, (rows - 1) * outputs, alone, outputs);
+    // With a norm: in one pass or in two.
+    Array normed(type, rows * in), wide(MP_F32, rows * outputs);
+    mp_rms_norm rms = {x.at(0), in, rows, in, norm.at(0), 1e-6, normed.at(0), in, type, threads};
     k->rms_norm(&rms);
+    for (int64_t i = 0; i < in; i++) {
+        double squares = 0;
+        for (int64_t j = 0; j < in; j++) squares += xs[j] * xs[j];
+        near("rms_norm", k, normed.get(i), xs[i] / sqrt(squares / (double)in + 1e-6) * norm.get(i), type);
+    }
+    call.residual = nullptr, call.out = wide.at(0), call.out_type = MP_F32;
+    Array separate(MP_F32, rows * outputs);
+    mp_linear second = call;
+    second.x = normed.at(0), second.out = separate.at(0);
+    call.norm_weight = norm.at(0);
+    k->linear(&call);
+    k->linear(&second);
+    same_bits("norm inside", k, wide, 0, separate, rows * outputs);
     if (gated) return;
     std::vector<int64_t> tokens = {out - 1, 0};
     Array rows_out(type, 2 * in);
-    mp_embed embed = {&weight, tokens.data(), 2, rows_out.data.get(), in, 2};
+    mp_embed embed = {&weight, tokens.data(), 2, rows_out.at(0), in, threads};
     k->embed(&embed);
     for (int64_t i = 0; i < in; i++) near("embed", k, rows_out.get(i), w.get((out - 1) * in + i), type);
 }
@@ -132,6 +165,7 @@ static void attention(const mp_kernels* k, int64_t type, int64_t kv_heads, int64
     const double scale = 1 / sqrt((double)dim);
     mp_attention call = {&batch, &cache, query.data.get(), heads * dim, dim, heads, out.data.get(), heads * dim, dim, scale, 2};
     if (int code = k->attention(&call)) printf("attention returned %d\n", code), failures++;
+    const std::vector<double> qs = query.values(), ks = key.values(), vs = value.values();
     for (int s = 0; s < sequences; s++)
         for (int q = 0; q < queries[s]; q++)
             for (int64_t h = 0; h < heads; h++) {
@@ -139,10 +173,11 @@ static void attention(const mp_kernels* k, int64_t type, int64_t kv_heads, int64
                 std::vector<double> o(dim), e(seen);
                 double total = 0;
                 for (int64_t t = 0; t < seen; t++) {
+                    const double *a = &ks[place(s, h / group, t)], *b = &vs[place(s, h / group, t)];
                     double dot = 0;
-                    for (int64_t d = 0; d < dim; d++) dot += query.get(at + d) * key.get(place(s, h / group, t) + d);
+                    for (int64_t d = 0; d < dim; d++) dot += qs[at + d] * a[d];
                     total += e[t] = exp(dot * scale);
-                    for (int64_t d = 0; d < dim; d++) o[d] += e[t] * value.get(place(s, h / group, t) + d);
+                    for (int64_t d = 0; d < dim; d++) o[d] += e[t] * b[d];
                 }
                 for (int64_t d = 0; d < dim; d++) near("attention", k, out.get(at + d), seen ? o[d] / total : 0, type);
             }
@@ -165,10 +200,13 @@ int main() {
         if (!supported) continue;
         const mp_kernels* k = mp_find(name);
         for (int64_t type : {MP_F32, MP_BF16}) {
-            for (int64_t rows : {1, 2, 5, 12, 13, 25})
-                for (int64_t in : {1, 7, 64, 130})
-                    for (int64_t out : {2, 32, 66}) linear(k, type, rows, in, out, false), linear(k, type, rows, in, out, true);
-            linear(k, type, 3, 2048, 40, false);
+            for (bool gated : {false, true}) {
+                for (int64_t rows = 1; rows <= 30; rows++)
+                    for (int64_t in : {1, 7, 64, 131}) linear(k, type, rows, in, rows % 3 ? 66 : 32 + 2 * in % 64, gated);
+                for (int64_t rows : {1, 2, 3}) linear(k, type, rows, 130, 1100, gated, 1);  // four panels side by side
+                linear(k, type, 300, 450, 290, gated, 1);                                   // rows that do not fit into L2
+            }
+            linear(k, type, 3, 2048, 40, false);  // gated, errors of a sum this long times the other sum exceed what is allowed
             for (int64_t dim : {16, 24, 72, 128, 256}) {
                 attention(k, type, 2, 2, dim, 16, {70, 0, 600, 1}, {1, 1, 1, 1});
                 attention(k, type, 1, 3, dim, 5, {70, 130, 0}, {70, 9, 2});
@@ -177,13 +215,14 @@ int main() {
         }
         // Few rows without packing (few_rows.h): enough sequences that a unit has several heads, runs of 16, 32 and 64 keys,
         // odd counts of keys, blocks that a run straddles.
+        const std::vector<int> lengths = {1, 15, 17, 33, 63, 64, 65, 127, 129, 3}, ones(lengths.size(), 1);
         for (int64_t group = 1; group <= 9; group++)
-            for (int64_t bs : {5, 16, 33, 64, 100}) {
-                const int64_t dim = 64 * (1 + (group + bs) % 4), heads = 1 + (group * 3 + bs) % 5;
-                const std::vector<int> lengths = {1, 15, 17, 33, 63, 64, 65, 127, 129, 3}, ones(lengths.size(), 1);
-                attention(k, MP_BF16, heads, group, dim, bs, lengths, ones);
+            for (int64_t dim : {64, 128, 192, 256}) {
+                const int64_t i = group + dim / 64, heads = 1 + (group + 2 * dim / 64) % (group <= 5 ? 9 : 3);
+                for (int64_t bs : {i % 2 ? 5 : 100, 16, i % 2 ? 64 : 33}) attention(k, MP_BF16, heads, group, dim, bs, lengths, ones);
             }
         attention(k, MP_BF16, 9, 2, 128, 16, {513, 1025, 31, 2, 77, 47}, {1, 1, 1, 1, 1, 5});
+        attention(k, MP_BF16, 1, 1, 64, 32, {600, 420}, {385, 1});  // a last unit of one query, over two splits
         printf("%s: %s\n", name, failures ? "FAILED" : "ok");
     }
     return failures != 0;
