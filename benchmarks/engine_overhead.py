@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 
 from minipaged import __version__
-from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut
-from minipaged.engine.runner import ModelRunner
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
-from minipaged.model.tokenizer import Tokenizer
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
+from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.model_runner import ModelRunner
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
+from minipaged.text.tokenizer import Tokenizer
 from minipaged.threads import set_threads
 
 VOCAB = 32_000

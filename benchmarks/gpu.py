@@ -28,8 +28,8 @@ import triton
 from gpu_sections import attention, model
 from gpu_sections.measure import Rig
 from minipaged import __version__
-from minipaged.ops.triton_backend import TritonBackend, unavailable_reason
-from minipaged.ops.triton_kernels import tuning
+from minipaged.ops.triton.backend import TritonBackend, unavailable_reason
+from minipaged.ops.triton.kernels import tuning
 
 SECTIONS = ("check", "attention", "decode", "recipe")
 MODELS = ("qwen3-0.6b", "qwen3-4b")

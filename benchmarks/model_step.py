@@ -15,7 +15,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
-from minipaged.ops.native import NativeBackend, huge_page_tensor
+from minipaged.ops.cpu.backend import NativeBackend, huge_page_tensor
 
 
 def batch_of(sequences: int, context: int, queries: int, block_size: int) -> AttentionBatch:

@@ -18,14 +18,14 @@ LAYERS = (  # highest first; a layer imports from those below it, and parts that
     {"__main__"},
     {"cli"},
     {"doctor"},
-    {"verify", "bench", "server", "chat", "lab", "tune"},
+    {"verify", "bench", "server", "chat", "lab"},
     {"llm"},
-    {"engine"},
-    {"model"},
-    {"ops"},
-    {"kv"},
-    {"threads"},
-    {"errors", "_lazy", "_warnings", "cgroup", "cpu_flags"},
+    {"runner"},
+    {"model", "sampling"},
+    {"ops", "engine"},
+    {"kv", "text"},
+    {"threads", "outputs", "sampling_params"},
+    {"arguments", "errors", "_lazy", "_warnings", "cgroup", "cpu_flags"},
 )
 
 MAX_LINES = 300  # of code: without docstrings, comments and blank lines
@@ -35,9 +35,10 @@ SERVER_MAY_IMPORT = {
     "minipaged",
     "minipaged.engine",
     "minipaged.errors",
-    "minipaged.model.chat_template",
-    "minipaged.model.reasoning",
-    "minipaged.model.tokenizer",
+    "minipaged.llm",
+    "minipaged.text.chat_template",
+    "minipaged.text.reasoning",
+    "minipaged.text.tokenizer",
 }
 
 

@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from gpu_sections.measure import Rig
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops import flashinfer_backend
 from minipaged.ops.backend import AttentionBatch
-from minipaged.ops.flashinfer_backend import FlashInferBackend
-from minipaged.ops.triton_backend import TritonBackend
+from minipaged.ops.triton import flashinfer_backend
+from minipaged.ops.triton.backend import TritonBackend
+from minipaged.ops.triton.flashinfer_backend import FlashInferBackend
 
 REHEARSING = triton.knobs.runtime.interpret
 HEADS, KV_HEADS, HEAD_DIM = (4, 2, 16) if REHEARSING else (16, 8, 128)  # of Qwen3-0.6B

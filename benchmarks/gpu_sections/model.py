@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from gpu_sections.measure import Rig
-from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.graph_runner import Capture, GraphRunner
-from minipaged.engine.runner import ModelRunner
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
-from minipaged.engine.warm_up import warm_up
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
-from minipaged.ops.triton_backend import TritonBackend
+from minipaged.ops.triton.backend import TritonBackend
+from minipaged.runner.graph_runner import Capture, GraphRunner
+from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.model_runner import ModelRunner
+from minipaged.runner.warm_up import warm_up
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 CONTEXT = 512  # of the batch-1 measurement

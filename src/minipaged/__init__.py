@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from minipaged.engine.async_llm import AsyncLLM
-    from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-    from minipaged.engine.sampling_params import SamplingParams
     from minipaged.kv import KVBlockManager, PagedKVCache, SequenceState
-    from minipaged.llm import LLM
+    from minipaged.llm.async_llm import AsyncLLM
+    from minipaged.llm.llm import LLM
+    from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from minipaged.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "minipaged.llm",
-    "AsyncLLM": "minipaged.engine.async_llm",
-    "SamplingParams": "minipaged.engine.sampling_params",
-    "RequestOutput": "minipaged.engine.outputs",
-    "CompletionOutput": "minipaged.engine.outputs",
-    "RequestMetrics": "minipaged.engine.outputs",
-    "Logprob": "minipaged.engine.outputs",
+    "LLM": "minipaged.llm.llm",
+    "AsyncLLM": "minipaged.llm.async_llm",
+    "SamplingParams": "minipaged.sampling_params",
+    "RequestOutput": "minipaged.outputs",
+    "CompletionOutput": "minipaged.outputs",
+    "RequestMetrics": "minipaged.outputs",
+    "Logprob": "minipaged.outputs",
     "KVBlockManager": "minipaged.kv",
     "SequenceState": "minipaged.kv",
     "PagedKVCache": "minipaged.kv",

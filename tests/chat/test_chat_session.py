@@ -12,7 +12,7 @@ import pytest
 from minipaged import LLM, SamplingParams
 from minipaged.chat.session import Answer, ChatSession, Turn
 from minipaged.errors import RequestTooLargeError
-from minipaged.model.chat_template import ChatTemplate
+from minipaged.text.chat_template import ChatTemplate
 
 GREETING, QUESTION = "Good morrow, sir", "What news of the king?"
 

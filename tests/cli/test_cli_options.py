@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli.main import app
-from minipaged.engine.options import EngineOptions
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
+from minipaged.llm.options import EngineOptions
 from minipaged.ops import available_backends, get_backend
+from minipaged.sampling_params import SamplingParams
 
 
 def said_of(*arguments: str) -> str:

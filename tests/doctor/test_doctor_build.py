@@ -14,7 +14,7 @@ from minipaged.doctor import native_build
 from minipaged.doctor.backends import backends
 from minipaged.doctor.installation import Installation
 from minipaged.doctor.native_build import explain_missing_library, first_error, try_compiler
-from minipaged.ops import native_library
+from minipaged.ops.cpu import library as native_library
 
 ROOT = Path(__file__).parents[2]
 GCC = """\

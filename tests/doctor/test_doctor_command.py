@@ -16,7 +16,8 @@ from minipaged.cli.main import app
 from minipaged.doctor.examine import Diagnosis, examine
 from minipaged.doctor.finding import Finding
 from minipaged.doctor.report import print_diagnosis
-from minipaged.ops import available_backends, native_library, registry
+from minipaged.ops import available_backends, registry
+from minipaged.ops.cpu import library as native_library
 from minipaged.threads import default_threads
 
 Doctor = Callable[..., Result]

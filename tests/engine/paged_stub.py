@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence, StepPlan, StepResult
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import BlockEvent, KVBlockManager
+from minipaged.sampling_params import SamplingParams
 
 VOCAB = 320
 POISON = -1

@@ -9,11 +9,11 @@ from paged_stub import VOCAB, PagedMemory, PagedStubRunner, oracle
 
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.plan import StepPlan
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
 from minipaged.kv import KVBlockManager
+from minipaged.outputs import RequestOutput
+from minipaged.sampling_params import SamplingParams
 
 NUM_BLOCKS = 16
 

@@ -9,9 +9,9 @@ from paged_stub import VOCAB, PagedMemory, PagedStubRunner
 
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.outputs import RequestOutput
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
+from minipaged.outputs import RequestOutput
+from minipaged.sampling_params import SamplingParams
 
 
 class StubEngine:

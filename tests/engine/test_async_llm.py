@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import pytest
 from stub_engine import StubEngine, alone
 
-from minipaged.engine.async_llm import AsyncLLM, EngineDeadError
-from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.plan import StepPlan
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.llm.async_llm import AsyncLLM, EngineDeadError
+from minipaged.outputs import RequestOutput
+from minipaged.sampling_params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "seed": 0}
 

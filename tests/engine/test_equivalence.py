@@ -16,7 +16,7 @@ import torch
 
 from minipaged import LLM, SamplingParams
 from minipaged.engine.listeners import Poison
-from minipaged.engine.outputs import RequestOutput
+from minipaged.outputs import RequestOutput
 from tiny import clear_positions, hf_logits, load_hf, random_tokens
 
 MAX_TOKENS = 20

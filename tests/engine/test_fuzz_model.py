@@ -17,15 +17,15 @@ import torch
 from scenario import NUM_BLOCKS, Scenario, make_scenario
 
 from minipaged import LLM
-from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.listeners import FanOut, Poison
-from minipaged.engine.runner import ModelRunner
-from minipaged.engine.sampler import Sampler
 from minipaged.errors import RequestTooLargeError
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.model_runner import ModelRunner
+from minipaged.sampling.sampler import Sampler
 from tiny import clear_positions, hf_logits, load_hf
 
 VOCAB = 320

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from minipaged import LLM, SamplingParams
-from minipaged.engine.graph_runner import GraphRunner, bucket_sizes
 from minipaged.engine.listeners import Poison
-from minipaged.engine.memory import check_gpu_pool, gpu_pool_bytes
-from minipaged.engine.warm_up import warm_up
+from minipaged.llm.memory import check_gpu_pool, gpu_pool_bytes
+from minipaged.runner.graph_runner import GraphRunner, bucket_sizes
+from minipaged.runner.warm_up import warm_up
 from tiny import random_tokens
 
 PROMPTS = [random_tokens(length, seed=length) for length in (1, 5, 16, 23, 37)]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from stub_engine import StubEngine, alone
 
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
+from minipaged.sampling_params import SamplingParams
 
 
 def test_a_live_id_is_refused_and_a_finished_one_is_free_again() -> None:

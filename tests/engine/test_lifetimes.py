@@ -10,11 +10,11 @@ from stub_engine import StubEngine, alone
 
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.outputs import RequestMetrics
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
 from minipaged.engine.request import Child
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.kv import KVBlockManager
+from minipaged.outputs import RequestMetrics
+from minipaged.sampling_params import SamplingParams
 
 
 def make_busy(state: str) -> StubEngine:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from minipaged import LLM, cgroup
-from minipaged.engine.memory import check_cpu_memory, size_pool
+from minipaged.llm.memory import check_cpu_memory, size_pool
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES
 from minipaged.threads import default_threads

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from minipaged import LLM, AsyncLLM, SamplingParams
-from minipaged.engine.options import EngineOptions
 from minipaged.errors import RequestTooLargeError
+from minipaged.llm.options import EngineOptions
 
 
 def test_the_signature_is_the_contracts() -> None:

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from stub_engine import StubEngine, alone
 
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
+from minipaged.sampling_params import SamplingParams
 
 
 def test_what_never_fits_is_refused_and_the_next_request_runs() -> None:

@@ -6,7 +6,7 @@ import pytest
 from paged_stub import oracle
 from stub_engine import StubEngine, alone
 
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(("length", "cached"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12), (14, 12), (17, 16)])

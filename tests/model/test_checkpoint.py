@@ -19,8 +19,8 @@ from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend, PackedLinear
 from minipaged.ops.reference import ReferenceBackend
-from minipaged.ops.torch_backend import TorchBackend
-from minipaged.ops.torch_linear import TorchWeight
+from minipaged.ops.torch.backend import TorchBackend
+from minipaged.ops.torch.linear import TorchWeight
 from tiny import edit_json, hf_logits, load_hf, make_tiny_folder, random_tokens
 
 Q_BIAS = "model.layers.1.self_attn.q_proj.bias"

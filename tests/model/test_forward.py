@@ -12,7 +12,7 @@ from driving import Driver
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend
 from minipaged.ops.registry import get_backend
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 from tiny import clear_positions, hf_logits, load_hf, make_tiny_folder, random_tokens
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}

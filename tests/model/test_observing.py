@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import PackedLinear
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 from tiny import load_hf, make_tiny_folder, random_tokens
 
 

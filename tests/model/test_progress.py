@@ -10,7 +10,7 @@ import torch
 
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 from tiny import tiny_config
 
 

@@ -13,7 +13,7 @@ from minipaged.model.config import ModelConfig
 from minipaged.model.parameters import parameters, weight_bytes_per_step
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import POOL, QWEN3_SHAPES, RandomWeights
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 from tiny import TINY, random_tokens, tiny_config
 
 SMALL = tiny_config()

@@ -10,7 +10,7 @@ from paged_problem import Problem, same_bits
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import AttentionBatch
-from minipaged.ops.native import NativeBackend
+from minipaged.ops.cpu.backend import NativeBackend
 
 
 @pytest.mark.parametrize("dim", [16, 24, 64, 80, 128, 256])

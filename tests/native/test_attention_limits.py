@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import AttentionBatch
-from minipaged.ops.native import NativeBackend
+from minipaged.ops.cpu.backend import NativeBackend
 
 NOTHING = torch.empty(0, dtype=torch.int64)
 

@@ -8,7 +8,7 @@ from paged_problem import same_bits
 from torch.nn import functional as F
 
 from minipaged.ops.backend import RMSNorm
-from minipaged.ops.native import NativeBackend
+from minipaged.ops.cpu.backend import NativeBackend
 
 
 def slack(backend: NativeBackend, allowed: float) -> float:

@@ -12,7 +12,7 @@ from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
 from minipaged.ops.backend import AttentionBatch
-from minipaged.ops.native import NativeBackend
+from minipaged.ops.cpu.backend import NativeBackend
 
 CONFIG = ModelConfig(
     vocab_size=320,

@@ -8,7 +8,7 @@ from paged_problem import same_bits
 
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.ops.backend import RMSNorm, RotaryTable
-from minipaged.ops.native import NativeBackend
+from minipaged.ops.cpu.backend import NativeBackend
 
 
 def problem(dim: int, dtype: torch.dtype, tokens: int = 9) -> tuple[torch.Tensor, RMSNorm, RMSNorm, RotaryTable]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from minipaged.ops import attend, torch_attention
+from minipaged.ops.torch import attend
+from minipaged.ops.torch import attention as torch_attention
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -8,7 +8,8 @@ from dense_case import DTYPES, check_gated_linear, check_linear, near, randn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops import Backend, RMSNorm, RotaryTable, get_backend, torch_linear
+from minipaged.ops import Backend, RMSNorm, RotaryTable, get_backend
+from minipaged.ops.torch import linear as torch_linear
 
 
 @pytest.fixture(params=["reference", "torch", "torch without packing"])

@@ -17,16 +17,16 @@ import openai
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from minipaged.engine.async_llm import AsyncLLM
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.outputs import Logprob
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
 from minipaged.kv import KVBlockManager
-from minipaged.model.chat_template import ChatTemplate
-from minipaged.model.tokenizer import Tokenizer
+from minipaged.llm.async_llm import AsyncLLM
+from minipaged.outputs import Logprob
 from minipaged.server import ServerSettings, create_app
 from minipaged.server.lifecycle import Server, listen
+from minipaged.text.chat_template import ChatTemplate
+from minipaged.text.tokenizer import Tokenizer
 
 VOCAB = 320  # 256 bytes, the tokens below, and ids that the tokenizer does not know
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from server_rig import ScriptedRunner
 
-from minipaged.engine.async_llm import AsyncLLM
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.kv import KVBlockManager
-from minipaged.model.tokenizer import Tokenizer
+from minipaged.llm.async_llm import AsyncLLM
 from minipaged.server import ServerSettings, create_app
 from minipaged.server.lifecycle import listen, run
+from minipaged.text.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     runner = ScriptedRunner()

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_rig import Rig
 
-from minipaged.model.reasoning import ReasoningSplitter, Thinking, thinking_after
 from minipaged.server.tools import ToolCall, ToolCallParser, parse_call
+from minipaged.text.reasoning import ReasoningSplitter, Thinking, thinking_after
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [

@@ -9,7 +9,7 @@ import pytest
 from server_rig import Rig, stub_rig, wait_until
 
 from minipaged import SamplingParams
-from minipaged.engine.outputs import RequestOutput
+from minipaged.outputs import RequestOutput
 
 
 def test_preparing_has_no_effect_and_submitting_can_be_taken_back(stub: Rig) -> None:

@@ -15,8 +15,8 @@ from text_rig import write_byte_level_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from minipaged.errors import CheckpointError
-from minipaged.model.chat_template import ChatTemplate
-from minipaged.model.tokenizer import Tokenizer
+from minipaged.text.chat_template import ChatTemplate
+from minipaged.text.tokenizer import Tokenizer
 
 # The logic of Qwen3's template (tools, thinking of earlier turns dropped, enable_thinking), written for these tests.
 QWEN_LIKE = """

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from text_rig import MODEL_VOCAB, write_byte_level_tokenizer, write_char_tokenizer
 
-from minipaged.engine.detokenizer import Appended, ByteStream, Detokenizer, name_tokens, text_stream
-from minipaged.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from minipaged.engine.sampling_params import SamplingParams
-from minipaged.model.tokenizer import Tokenizer
+from minipaged.outputs import CompletionOutput, Logprob, RequestOutput
+from minipaged.sampling_params import SamplingParams
+from minipaged.text.detokenizer import Appended, ByteStream, Detokenizer, name_tokens, text_stream
+from minipaged.text.tokenizer import Tokenizer
 
 IM_END, THINK, NAIVE, UNKNOWN = 263, 264, 266, 310
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from test_draw import cases, drawn, params, reference
 from text_rig import sequence
 
-from minipaged.engine import draw as draw_module
-from minipaged.engine import sampler as sampler_module
-from minipaged.engine.device_draw import draw_on_device
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.sampling import sample as draw_module
+from minipaged.sampling import sampler as sampler_module
+from minipaged.sampling.device_sample import draw_on_device
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 
 
 @pytest.fixture(autouse=True)

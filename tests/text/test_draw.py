@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from text_rig import sequence
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from minipaged.engine import draw as draw_module
-from minipaged.engine.draw import draw, first_of_sort, largest, row_argmax, stable_topk
-from minipaged.engine.rng import mix64, uniforms
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.sampling import sample as draw_module
+from minipaged.sampling.rng import mix64, uniforms
+from minipaged.sampling.sample import draw, first_of_sort, largest, row_argmax, stable_topk
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 
 
 def params(**fields: object) -> SamplingParams:

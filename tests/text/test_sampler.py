@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from text_rig import sequence
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from minipaged.engine import draw as draw_module
-from minipaged.engine.logit_edits import edit_logits
-from minipaged.engine.logprobs import prompt_logprobs, token_logprobs
 from minipaged.engine.plan import SampledToken
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.sequence import Sequence
+from minipaged.sampling import sample as draw_module
+from minipaged.sampling.logit_edits import edit_logits
+from minipaged.sampling.logprobs import prompt_logprobs, token_logprobs
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 
 V = 320
 

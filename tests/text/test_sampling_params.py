@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from minipaged.engine.sampling_params import SamplingParams
+from minipaged.sampling_params import SamplingParams
 
 DEFAULTS = SimpleNamespace(
     eos_token_ids=(300, 301), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1, min_p=None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.engine.stop_strings import StopMatcher
+from minipaged.text.stop_strings import StopMatcher
 
 small = st.text(alphabet="abé", min_size=1, max_size=5)
 

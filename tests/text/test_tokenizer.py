@@ -14,8 +14,8 @@ from text_rig import MODEL_VOCAB, byte_alphabet, write_byte_level_tokenizer, wri
 from transformers import PreTrainedTokenizerFast
 
 from minipaged.errors import CheckpointError
-from minipaged.model import tokenizer as tokenizer_module
-from minipaged.model.tokenizer import Tokenizer
+from minipaged.text import tokenizer as tokenizer_module
+from minipaged.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.sequence import Sequence
+from minipaged.sampling_params import SamplingParams
 
 # ids: the 256 bytes, then merges, then these; the models' vocabulary goes on without tokens
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

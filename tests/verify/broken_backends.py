@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minipaged.ops.backend import AttentionBatch, AttentionPlan, PackedLinear, RotaryTable
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 
 
 class RopeBeforeNorm(TorchBackend):

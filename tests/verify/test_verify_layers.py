@@ -26,7 +26,7 @@ from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend
 from minipaged.ops.reference import ReferenceBackend
 from minipaged.ops.registry import available_backends, get_backend
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
 from minipaged.verify.judge import OP_TOLERANCE, Bug, Report
 from minipaged.verify.layers import compare_layers
 from minipaged.verify.observe import PassThrough

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 from verify_sample import PROMPTS
 
 from minipaged.cli.main import app
-from minipaged.engine.sampler import Sampler
 from minipaged.engine.scheduler import Scheduler
 from minipaged.errors import CheckpointError
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.backend import Backend
 from minipaged.ops.registry import get_backend
-from minipaged.ops.torch_backend import TorchBackend
+from minipaged.ops.torch.backend import TorchBackend
+from minipaged.sampling.sampler import Sampler
 from minipaged.verify import determinism
 from minipaged.verify.determinism import PROMISE, check_determinism
 from minipaged.verify.html import render

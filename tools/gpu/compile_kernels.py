@@ -25,8 +25,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from minipaged.ops.triton_kernels import shipped, tuning
-from minipaged.ops.triton_kernels.launch import INTERPRETED, Launch
+from minipaged.ops.triton.kernels import shipped, tuning
+from minipaged.ops.triton.kernels.launch import INTERPRETED, Launch
 
 # Shared memory that one program may have (CUDA C++ Programming Guide, technical specifications per compute capability).
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

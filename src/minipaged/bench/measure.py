@@ -138,7 +138,7 @@ def run_requests(
     on_step: called after every step. Greedy, end-of-sequence ignored, no text. The prefix cache is emptied before:
     every run starts from the same state.
     """
-    from minipaged.engine.sampling_params import SamplingParams
+    from minipaged.sampling_params import SamplingParams
 
     engine.block_manager.reset_prefix_cache()
     recorder = StepRecorder(engine.runner, clock)

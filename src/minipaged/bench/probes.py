@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from minipaged.ops.native_probes import NativeProbes
+    from minipaged.ops.cpu.probes import NativeProbes
 
 HUGE_PAGE = 2 << 20
 CACHES = 8  # the buffer is at least this many times the last-level cache
@@ -98,7 +98,7 @@ def _native() -> NativeProbes | None:
 
     if available_backends()["cpu"] is not None:
         return None
-    from minipaged.ops.native import NativeBackend
+    from minipaged.ops.cpu.backend import NativeBackend
 
     return NativeBackend().probes
 

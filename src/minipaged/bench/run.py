@@ -30,7 +30,7 @@ class Bench:
     """
 
     def __init__(self, source: ModelSource, options: Mapping[str, Any], progress: Progress) -> None:
-        from minipaged.llm import LLM
+        from minipaged.llm.llm import LLM
 
         progress("loading the model")
         self.source, self.progress = source, progress

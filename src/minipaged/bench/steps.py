@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from minipaged.bench.limits import StepWork
 from minipaged.engine.plan import ScheduledSequence, StepPlan
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.sequence import Sequence
+from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.engine.engine import Engine

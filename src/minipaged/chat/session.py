@@ -11,14 +11,14 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.errors import RequestTooLargeError
-from minipaged.model.reasoning import ReasoningSplitter, thinking_after
+from minipaged.sampling_params import SamplingParams
+from minipaged.text.reasoning import ReasoningSplitter, thinking_after
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import FinishReason
     from minipaged.engine.request import Request
-    from minipaged.llm import LLM
+    from minipaged.llm.llm import LLM
+    from minipaged.outputs import FinishReason
 
     Message = dict[str, str]
 

@@ -14,8 +14,8 @@ from minipaged.cli.options import LLM_FLAGS, SAMPLING_FLAGS, show_summary, summa
 
 if TYPE_CHECKING:
     from minipaged.cli.blocks_view import PoolSnapshot
-    from minipaged.engine.outputs import RequestOutput
-    from minipaged.llm import LLM
+    from minipaged.llm.llm import LLM
+    from minipaged.outputs import RequestOutput
 
 EXAMPLE = 'Example:  minipaged generate "ROMEO:" --max-tokens 100'
 

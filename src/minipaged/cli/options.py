@@ -214,7 +214,7 @@ def summarised(wanted: bool = True) -> Iterator[None]:
 
 def show_summary(summary: str) -> None:
     """The start-up summary on stderr, unless the log has it already (`--log-level info`)."""
-    if not logging.getLogger("minipaged.engine.loading").isEnabledFor(logging.INFO):
+    if not logging.getLogger("minipaged.llm.loading").isEnabledFor(logging.INFO):
         typer.echo(summary, err=True)
 
 

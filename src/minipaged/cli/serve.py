@@ -43,7 +43,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a Qwen3 model over HTTP, compatible with OpenAI's API."""
-    from minipaged.engine.async_llm import AsyncLLM
+    from minipaged.llm.async_llm import AsyncLLM
     from minipaged.server import ServerSettings, create_app
     from minipaged.server.lifecycle import listen, run
     from minipaged.server.logs import use_json

@@ -44,9 +44,9 @@ def tune(
 
     import triton
 
-    from minipaged.ops.triton_kernels.tuning import save_table, table_path
-    from minipaged.tune import Measured, best, gpu_timer
-    from minipaged.tune import tune as measure
+    from minipaged.ops.triton.kernels.tuning import save_table, table_path
+    from minipaged.ops.triton.tune import Measured, best, gpu_timer
+    from minipaged.ops.triton.tune import tune as measure
 
     configs = [QWEN3_SHAPES[name] for name in shape or QWEN3_SHAPES]
     heads = [(c.num_attention_heads, c.num_key_value_heads, c.head_dim) for c in configs]

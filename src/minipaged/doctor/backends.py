@@ -58,7 +58,7 @@ def _available(name: str, where: str) -> Finding:
 
 
 def _native_available(installation: Installation) -> Finding:
-    from minipaged.ops.native_library import BUILD_LOG
+    from minipaged.ops.cpu.library import BUILD_LOG
 
     finding = _available("cpu", "cpu")
     if not BUILD_LOG.is_file():
@@ -74,7 +74,7 @@ def _native_available(installation: Installation) -> Finding:
 
 
 def _native_unavailable(reason: str, installation: Installation) -> Finding:
-    from minipaged.ops.native_library import BUILD_LOG, LIBRARY
+    from minipaged.ops.cpu.library import BUILD_LOG, LIBRARY
 
     if LIBRARY.exists():
         if "MINIPAGED_CPU_ISA" in reason:

@@ -13,7 +13,7 @@ from minipaged.bench.sitting import STEADY
 from minipaged.doctor.finding import Finding, State
 from minipaged.model.dtypes import resolve_dtype
 from minipaged.model.random_weights import QWEN3_SHAPES
-from minipaged.ops.native_library import unavailable_reason
+from minipaged.ops.cpu.library import unavailable_reason
 from minipaged.threads import set_threads
 
 MODEL = "qwen3-0.6b"

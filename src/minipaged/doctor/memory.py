@@ -11,7 +11,7 @@ from pathlib import Path
 from minipaged import cgroup
 from minipaged.bench.machine import huge_page_setting, total_memory
 from minipaged.doctor.finding import NOTHING, Finding, gib, unknown
-from minipaged.engine.memory import CPU_MEMORY_SHARE
+from minipaged.llm.memory import CPU_MEMORY_SHARE
 
 OVERHEAD = 300 << 20  # bytes besides weights and KV pool: PyTorch, buffers of a step
 HUGE_PAGES = Path("sys/kernel/mm/transparent_hugepage")

@@ -41,7 +41,7 @@ def cpu(root: Path) -> list[Finding]:
 
 def instruction_set(root: Path) -> list[Finding]:
     """Which native kernels were chosen; nothing without the native library (the back end's finding says why)."""
-    from minipaged.ops.native_library import instruction_sets, unavailable_reason
+    from minipaged.ops.cpu.library import instruction_sets, unavailable_reason
 
     if unavailable_reason("cpu") is not None:
         return []

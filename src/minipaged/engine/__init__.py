@@ -11,34 +11,33 @@ from typing import TYPE_CHECKING
 from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from minipaged.engine.async_llm import AsyncLLM, EngineDeadError, OutputStream
     from minipaged.engine.config import EngineConfig
     from minipaged.engine.engine import Engine
-    from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from minipaged.engine.plan import RowResult, Runner, SampledToken, ScheduledSequence, StepPlan, StepResult
     from minipaged.engine.request import Request
-    from minipaged.engine.sampling_params import SamplingParams
     from minipaged.engine.sequence import Sequence
     from minipaged.engine.stats import EngineStats
     from minipaged.errors import RequestTooLargeError
+    from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from minipaged.sampling_params import SamplingParams
 
 _HOME = {
-    "AsyncLLM": "minipaged.engine.async_llm",
-    "CompletionOutput": "minipaged.engine.outputs",
+    "AsyncLLM": "minipaged.llm.async_llm",
+    "CompletionOutput": "minipaged.outputs",
     "Engine": "minipaged.engine.engine",
     "EngineConfig": "minipaged.engine.config",
-    "EngineDeadError": "minipaged.engine.async_llm",
+    "EngineDeadError": "minipaged.llm.async_llm",
     "EngineStats": "minipaged.engine.stats",
-    "Logprob": "minipaged.engine.outputs",
-    "OutputStream": "minipaged.engine.async_llm",
+    "Logprob": "minipaged.outputs",
+    "OutputStream": "minipaged.llm.async_llm",
     "Request": "minipaged.engine.request",
-    "RequestMetrics": "minipaged.engine.outputs",
-    "RequestOutput": "minipaged.engine.outputs",
+    "RequestMetrics": "minipaged.outputs",
+    "RequestOutput": "minipaged.outputs",
     "RequestTooLargeError": "minipaged.errors",
     "RowResult": "minipaged.engine.plan",
     "Runner": "minipaged.engine.plan",
     "SampledToken": "minipaged.engine.plan",
-    "SamplingParams": "minipaged.engine.sampling_params",
+    "SamplingParams": "minipaged.sampling_params",
     "ScheduledSequence": "minipaged.engine.plan",
     "Sequence": "minipaged.engine.sequence",
     "StepPlan": "minipaged.engine.plan",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from minipaged.kv.arguments import as_int
+from minipaged.arguments import as_int
 
 if TYPE_CHECKING:
-    from minipaged.engine.sampling_params import ModelDefaults
+    from minipaged.sampling_params import ModelDefaults
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 

@@ -24,18 +24,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from minipaged.engine.config import EngineConfig
-from minipaged.engine.intake import fit, tokenize
-from minipaged.engine.outputs import RequestOutput
 from minipaged.engine.request import Child, Request
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.stats import EngineStats
+from minipaged.engine.validation import fit, tokenize
+from minipaged.outputs import RequestOutput
+from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import FinishReason
     from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
     from minipaged.kv import KVBlockManager
-    from minipaged.model.tokenizer import Tokenizer
+    from minipaged.outputs import FinishReason
+    from minipaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import Logprob
     from minipaged.engine.sequence import Sequence
+    from minipaged.outputs import Logprob
 
 
 @dataclass(slots=True)

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, cast
 
-from minipaged.engine.detokenizer import Detokenizer, name_tokens
-from minipaged.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from minipaged.engine.sequence import Sequence
+from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from minipaged.text.detokenizer import Detokenizer, name_tokens
 
 if TYPE_CHECKING:
-    from minipaged.engine.outputs import FinishReason
     from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
-    from minipaged.engine.sampling_params import SamplingParams
     from minipaged.kv import PrefixKeys
-    from minipaged.model.tokenizer import Tokenizer
+    from minipaged.outputs import FinishReason
+    from minipaged.sampling_params import SamplingParams
+    from minipaged.text.tokenizer import Tokenizer
 
 Order = tuple[int, int, int]
 

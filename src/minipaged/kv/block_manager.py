@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minipaged.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv.address import num_logical_blocks, slot
-from minipaged.kv.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener

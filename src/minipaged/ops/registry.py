@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 # name -> (module, class), best first. A module may define `unavailable_reason(device) -> str | None`.
 _BACKENDS = {
-    "triton": ("minipaged.ops.triton_backend", "TritonBackend"),
-    "flashinfer": ("minipaged.ops.flashinfer_backend", "FlashInferBackend"),
-    "cpu": ("minipaged.ops.native", "NativeBackend"),
-    "torch": ("minipaged.ops.torch_backend", "TorchBackend"),
+    "triton": ("minipaged.ops.triton.backend", "TritonBackend"),
+    "flashinfer": ("minipaged.ops.triton.flashinfer_backend", "FlashInferBackend"),
+    "cpu": ("minipaged.ops.cpu.backend", "NativeBackend"),
+    "torch": ("minipaged.ops.torch.backend", "TorchBackend"),
     "reference": ("minipaged.ops.reference", "ReferenceBackend"),
 }
 GPU_BACKENDS = frozenset(("triton", "flashinfer"))

@@ -20,9 +20,9 @@ from minipaged.server.service import Service
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from minipaged.engine import AsyncLLM
-    from minipaged.model.chat_template import ChatTemplate
+    from minipaged.llm import AsyncLLM
     from minipaged.server.settings import ServerSettings
+    from minipaged.text.chat_template import ChatTemplate
 
 F = TypeVar("F", bound=Callable[..., Any])
 

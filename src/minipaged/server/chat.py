@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
-from minipaged.model.reasoning import ReasoningSplitter, Thinking, thinking_after
 from minipaged.server.errors import refused
 from minipaged.server.http import EventStream, encode, event, read_body, while_connected
 from minipaged.server.logprobs import chat_logprobs
@@ -17,6 +16,7 @@ from minipaged.server.protocol import ChatBody, ChatMessage, Tool, parse
 from minipaged.server.sampling import checked_logprobs, sampling_params
 from minipaged.server.service import Delta, Service, note, stream_events, usage
 from minipaged.server.tools import ToolCall, ToolCallParser
+from minipaged.text.reasoning import ReasoningSplitter, Thinking, thinking_after
 
 if TYPE_CHECKING:
     from minipaged.engine import CompletionOutput, Logprob, RequestOutput

@@ -13,8 +13,8 @@ import numpy as np
 from minipaged.server.errors import refused
 
 if TYPE_CHECKING:
-    from minipaged.model.tokenizer import Tokenizer
     from minipaged.server.protocol import GenerationBody
+    from minipaged.text.tokenizer import Tokenizer
 
 TokenMask = Callable[[list[int]], "np.ndarray[Any, Any] | None"]
 

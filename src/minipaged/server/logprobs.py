@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minipaged.engine import Logprob
-    from minipaged.model.tokenizer import Tokenizer
+    from minipaged.text.tokenizer import Tokenizer
 
 Entry = dict[int, "Logprob"]  # the token itself first, then the most likely ones
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, M
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from minipaged.engine import EngineDeadError
 from minipaged.errors import RequestTooLargeError
+from minipaged.llm import EngineDeadError
 from minipaged.server.admission import Admission
 from minipaged.server.errors import ApiError, from_value_error, refused
 from minipaged.server.guided import GrammarMask, Guide, TokenMask, asks_for_grammar
@@ -18,11 +18,12 @@ from minipaged.server.metrics import Metrics
 from minipaged.server.protocol import CompletionBody
 
 if TYPE_CHECKING:
-    from minipaged.engine import AsyncLLM, CompletionOutput, OutputStream, Request, RequestOutput, SamplingParams
-    from minipaged.model.chat_template import ChatTemplate
-    from minipaged.model.tokenizer import Tokenizer
+    from minipaged.engine import CompletionOutput, Request, RequestOutput, SamplingParams
+    from minipaged.llm import AsyncLLM, OutputStream
     from minipaged.server.protocol import GenerationBody
     from minipaged.server.settings import ServerSettings
+    from minipaged.text.chat_template import ChatTemplate
+    from minipaged.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from minipaged.model.reasoning import held_back
+from minipaged.text.reasoning import held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import Runner, SampledToken, StepPlan, StepResult
-from minipaged.engine.runner import ModelRunner
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
 from minipaged.engine.stats import EngineStats
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
+from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.model_runner import ModelRunner
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 from minipaged.verify.observe import LogitsTap, observed
 
 if TYPE_CHECKING:

@@ -117,7 +117,7 @@ def test_no_sequences() -> None:
 
 def test_the_same_bits_whatever_the_batch_and_the_number_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence alone, among others, with its splits taken in turns by one program, and with other blocks."""
-    from minipaged.ops.triton_kernels import decode_attention
+    from minipaged.ops.triton.kernels import decode_attention
 
     case = make_case([520, 40, 1030])
     together = attend(case)
@@ -139,7 +139,7 @@ def test_the_same_bits_whatever_the_batch_and_the_number_of_programs(monkeypatch
 @pytest.mark.parametrize("at_a_time", [1, 2])
 def test_splits_are_joined_from_left_to_right(at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More splits than are joined at a time (as beyond 8192 tokens); the largest scores come in the last one."""
-    from minipaged.ops.triton_kernels import decode_attention
+    from minipaged.ops.triton.kernels import decode_attention
 
     monkeypatch.setattr(decode_attention, "JOIN", at_a_time)
     case = make_case([1700, 3], num_heads=2, num_kv_heads=1, block_size=16)

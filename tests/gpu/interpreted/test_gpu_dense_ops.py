@@ -119,7 +119,7 @@ def test_c20_write(dtype: torch.dtype) -> None:
 
 
 def test_kernels_that_write_skip_what_lies_outside() -> None:
-    from minipaged.ops.triton_kernels.cache_write import write_launch
+    from minipaged.ops.triton.kernels.cache_write import write_launch
 
     key, around = randn(4, 3, 24), [torch.zeros(6, 3, 4, 24) for _ in range(2)]  # the pool is blocks 1 to 4 of it
     cache = PagedKVCache(4, 3, 4, 24, storage=(around[0][1:5], around[1][1:5]))

@@ -12,10 +12,10 @@ from paged_case import PagedCase, assert_near, make_case
 
 from minipaged.errors import BackendUnavailableError
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops import flashinfer_backend as module
 from minipaged.ops import get_backend, paged_attention_online, paged_attention_varlen, registry
 from minipaged.ops.backend import AttentionBatch
-from minipaged.ops.flashinfer_backend import FlashInferBackend
+from minipaged.ops.triton import flashinfer_backend as module
+from minipaged.ops.triton.flashinfer_backend import FlashInferBackend
 
 TOLERANCE = 0.012  # of bfloat16 results near 1
 

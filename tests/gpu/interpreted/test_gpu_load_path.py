@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from minipaged import LLM, SamplingParams
-from minipaged.engine import graph_runner, loading
-from minipaged.engine.graph_runner import GraphRunner
-from minipaged.engine.runner import ModelRunner
+from minipaged.llm import loading
+from minipaged.runner import graph_runner
+from minipaged.runner.graph_runner import GraphRunner
+from minipaged.runner.model_runner import ModelRunner
 
 OPTIONS = {"backend": "triton", "block_size": 4, "max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 16}
 BLOCK_BYTES = 2 * 2 * 32 * 4 * 4  # K and V, heads, head_dim, tokens, float32; one layer

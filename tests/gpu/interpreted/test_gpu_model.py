@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from minipaged import LLM, SamplingParams
-from minipaged.engine.graph_runner import GraphRunner
 from minipaged.engine.listeners import Poison
-from minipaged.engine.warm_up import warm_up
+from minipaged.runner.graph_runner import GraphRunner
+from minipaged.runner.warm_up import warm_up
 from minipaged.verify.run import verify_model
 from tiny import random_tokens
 

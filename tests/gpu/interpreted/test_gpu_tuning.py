@@ -15,9 +15,9 @@ import torch
 from paged_case import assert_near, make_case
 
 from minipaged.ops import paged_attention_online
-from minipaged.ops.triton_kernels import tuning
-from minipaged.ops.triton_kernels.tuning import Tile
-from minipaged.tune import best, tune
+from minipaged.ops.triton.kernels import tuning
+from minipaged.ops.triton.kernels.tuning import Tile
+from minipaged.ops.triton.tune import best, tune
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,22 +19,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipaged.engine import sampler as sampler_module
-from minipaged.engine import staging
-from minipaged.engine.batch_metadata import BatchMetadata
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.graph_runner import GraphRunner
-from minipaged.engine.sampler import Sampler
-from minipaged.engine.sampling_params import SamplingParams
-from minipaged.engine.warm_up import warm_up
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
 from minipaged.ops import transfer
-from minipaged.ops.triton_backend import TritonBackend
-from minipaged.ops.triton_kernels.launch import Launch
+from minipaged.ops.triton.backend import TritonBackend
+from minipaged.ops.triton.kernels.launch import Launch
+from minipaged.runner import staging
+from minipaged.runner.graph_runner import GraphRunner
+from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.warm_up import warm_up
+from minipaged.sampling import sampler as sampler_module
+from minipaged.sampling.sampler import Sampler
+from minipaged.sampling_params import SamplingParams
 
 META = torch.device("meta")
 VOCAB = 96

@@ -1,0 +1,1 @@
+"""The native back end: the C++ kernels of `native/`, reached through ctypes."""

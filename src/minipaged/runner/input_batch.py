@@ -1,0 +1,182 @@
+"""The arrays that tell the model what a step computes, kept in persistent buffers that are filled in place.
+
+Nothing here grows with the length of a sequence: block-table rows are extended by the block manager's events, one
+number per new block, and a step writes one number per computed token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minipaged.engine.plan import StepPlan
+from minipaged.kv.address import num_logical_blocks
+from minipaged.ops.backend import AttentionBatch
+from minipaged.runner.staging import Staging
+
+if TYPE_CHECKING:
+    from minipaged.kv import BlockEvent
+
+Array = np.ndarray[Any, Any]
+
+
+class BlockTables:
+    """A mirror of the block manager's tables, int32 [rows, width]: one row per sequence that holds blocks.
+
+    `on_event` is the manager's listener; `release` gives rows back (a sequence that shares all its blocks leaves no
+    event behind).
+    """
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.table: Array = np.zeros((num_rows, width), dtype=np.int32)
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    def on_event(self, event: BlockEvent) -> None:
+        """Follow one change of a table; other events are nothing to a table."""
+        if event.kind in ("allocate", "share", "copy") and event.sequence is not None:
+            row = self._row_of.get(event.sequence)
+            if row is None:
+                row = self._row_of[event.sequence] = self._take_row()
+            self.table[row, event.logical_index] = event.block
+
+    def rows(self, sequence_ids: Iterable[int]) -> list[int]:
+        """Row number of each sequence. KeyError for one that holds no block."""
+        return [self._row_of[sequence_id] for sequence_id in sequence_ids]
+
+    def release(self, sequence_ids: Iterable[int]) -> None:
+        """These sequences hold no block any more; unknown ones are ignored."""
+        for sequence_id in sequence_ids:
+            row = self._row_of.pop(sequence_id, None)
+            if row is not None:
+                self._free.append(row)
+
+    def _take_row(self) -> int:
+        if not self._free:
+            num_rows = len(self.table)
+            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
+            self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        return self._free.pop()
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are
+    wanted.
+    """
+
+    token_ids: Tensor
+    attention: AttentionBatch
+    logits_rows: Tensor
+
+
+class BatchMetadata:
+    """Builds a `Batch` from a `StepPlan`. The result are views, valid until the next call.
+
+    max_tokens, max_seqs: sizes to start with (they grow if a plan is larger); max_blocks: longest block table;
+    num_slots: slots of the pool, for the one check per step that no row writes outside it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        num_slots: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.block_size = block_size
+        self.num_slots = num_slots
+        self.device = torch.device(device)
+        self.tables = BlockTables(
+            max_seqs + 1, max_blocks
+        )  # one more: an admission that fails holds a row for a moment
+        self._staging = Staging(self.device)
+        self._buffers: dict[str, Array] = {}
+        for name, size in (
+            ("token_ids", max_tokens),
+            ("positions", max_tokens),
+            ("slots", max_tokens),
+            ("logits_rows", max_tokens),
+        ):
+            self._buffers[name] = self._staging.array(size, torch.int64)
+        for name, size in (
+            ("seq_lens", max_seqs),
+            ("query_start_loc", max_seqs + 1),
+            ("block_tables", max_seqs * max_blocks),
+        ):
+            self._buffers[name] = self._staging.array(size, torch.int32)
+
+    def fill(self, plan: StepPlan) -> Batch:
+        """The arrays of one step. IndexError if a slot lies outside the pool (nothing has been written to the cache
+        then).
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        seq_lens: list[int] = []
+        starts = [0]
+        logits_rows: list[int] = []
+        max_query_len = 0
+        num_decode_rows = next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows))
+        for row in plan.rows:
+            start, count = row.start, row.num_tokens
+            if count == 1:
+                token_ids.append(row.sequence.token_ids[start])
+                positions.append(start)
+            else:
+                token_ids += row.sequence.token_ids[start : start + count]
+                positions += range(start, start + count)
+            slots += row.slots
+            seq_lens.append(start + count)
+            first, end = starts[-1], starts[-1] + count
+            starts.append(end)
+            max_query_len = max(max_query_len, count)
+            if row.prompt_logprobs:
+                logits_rows += range(first, end)
+            elif row.sample_for:
+                logits_rows.append(end - 1)
+        if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
+            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
+
+        self._staging.wait()
+        max_seq_len = max(seq_lens, default=0)
+        width = num_logical_blocks(max_seq_len, self.block_size)
+        rows = self.tables.rows(row.sequence.sequence_id for row in plan.rows)
+        tables = self._array("block_tables", len(rows) * width).reshape(len(rows), width)
+        tables[:] = self.tables.table[rows, :width]
+        batch = Batch(
+            self._fill("token_ids", token_ids),
+            AttentionBatch(
+                positions=self._fill("positions", positions),
+                slot_mapping=self._fill("slots", slots),
+                block_tables=self._staging.send(tables),
+                seq_lens=self._fill("seq_lens", seq_lens),
+                query_start_loc=self._fill("query_start_loc", starts),
+                max_query_len=max_query_len,
+                max_seq_len=max_seq_len,
+                num_decode_rows=num_decode_rows,
+            ),
+            self._fill("logits_rows", logits_rows),
+        )
+        self._staging.sent()
+        return batch
+
+    def _array(self, name: str, size: int) -> Array:
+        buffer = self._buffers[name]
+        if size > len(buffer):
+            dtype = torch.int64 if buffer.dtype == np.int64 else torch.int32
+            buffer = self._buffers[name] = self._staging.array(max(size, 2 * len(buffer)), dtype)
+        return buffer[:size]
+
+    def _fill(self, name: str, values: list[int]) -> Tensor:
+        array = self._array(name, len(values))
+        array[:] = values
+        return self._staging.send(array)
