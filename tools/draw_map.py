@@ -21,7 +21,8 @@ import grimp
 ROOT = Path(__file__).resolve().parent.parent
 FIGURE = ROOT / "docs" / "figures" / "map.svg"
 BASE = "base"  # the box of single files that import nothing, or only each other
-WIDTH, MARGIN, GAP, ROW_GAP, LINE, CHARACTER = 900, 10, 12, 26, 16, 6.7  # pixels
+WIDTH, MARGIN, GAP, ROW_GAP, LINE, CHARACTER = 900, 10, 12, 30, 16, 6.7  # pixels
+NARROWEST = 24  # characters that a box counts for at least, when a row's width is shared
 
 STYLE = """
   .box { fill: #f6f8fa; stroke: #59636e; } .part { fill: #1f2328; font: bold 14px sans-serif; }
@@ -106,26 +107,20 @@ def place(boxes: dict[str, Box], imports: dict[str, set[str]]) -> float:
 
 
 def _columns(boxes: dict[str, Box]) -> None:
-    """The widest row gives the columns. A box above spans those that it leads to; one below leaves those free whose
-    arrows pass it."""
-    rows = [[box for box in boxes.values() if box.row == row] for row in range(1 + max(b.row for b in boxes.values()))]
-    widest = max(rows, key=len)
+    """The boxes of a row share its width, each by how much it has to say, below those whose arrows lead to them."""
 
-    def depth(box: Box) -> int:
-        return min(boxes[target].row for target in box.targets)
+    def centre(box: Box) -> float:
+        above = [(other.left + other.right) / 2 for other in boxes.values() if box.name in other.targets]
+        return sum(above) / len(above) if above else 0.0
 
-    widest.sort(key=depth)
-    width = (WIDTH - 2 * MARGIN + GAP) / len(widest)
-    for column, box in enumerate(widest):
-        box.left, box.right = MARGIN + column * width, MARGIN + (column + 1) * width - GAP
-    for row in reversed(rows[: rows.index(widest)]):
-        for box in row:
-            box.left = min(boxes[target].left for target in box.targets)
-            box.right = max(boxes[target].right for target in box.targets)
-    for number, row in enumerate(rows[rows.index(widest) + 1 :], rows.index(widest) + 1):
-        if len(row) > 1:
-            raise SystemExit(f"two parts beside each other below the widest row: {[box.name for box in row]}")
-        row[0].left, row[0].right = MARGIN, max(box.right for box in widest if depth(box) <= number)
+    for number in range(1 + max(box.row for box in boxes.values())):
+        row = sorted((box for box in boxes.values() if box.row == number), key=centre)
+        weights = [max(NARROWEST, sum(map(len, box.modules))) for box in row]
+        left = float(MARGIN)
+        for box, weight in zip(row, weights, strict=True):
+            box.left = left
+            box.right = left + (WIDTH - 2 * MARGIN + GAP) * weight / sum(weights) - GAP
+            left = box.right + GAP
 
 
 def draw(boxes: dict[str, Box], height: float) -> str:
@@ -136,6 +131,12 @@ def draw(boxes: dict[str, Box], height: float) -> str:
         f"<title>Parts of minipaged, from the top: {names}. Imports point down.</title>",
         f"<style>{STYLE}</style>",
     ]
+    for box in boxes.values():  # first, so that an arrow to a part further down passes behind what lies between
+        for target in (boxes[name] for name in box.targets):
+            start, end = (box.left + box.right) / 2, (target.left + target.right) / 2
+            top, bottom = box.top + box.height, target.top
+            out.append(f'<path class="arrow" d="M{start:.1f} {top:.1f}L{end:.1f} {bottom - 6:.1f}"/>')
+            out.append(f'<path class="tip" d="M{end:.1f} {bottom:.1f}l-4.5 -8h9z"/>')
     for box in boxes.values():
         out.append(
             f'<rect class="box" x="{box.left:.1f}" y="{box.top:.1f}" width="{box.right - box.left:.1f}" '
@@ -145,12 +146,6 @@ def draw(boxes: dict[str, Box], height: float) -> str:
         for number, line in enumerate(box.lines, 1):
             y = box.top + 20 + LINE * number
             out.append(f'<text class="modules" x="{box.left + 10:.1f}" y="{y:.1f}" xml:space="preserve">{line}</text>')
-    for box in boxes.values():
-        for target in (boxes[name] for name in box.targets):
-            narrow = min(box, target, key=lambda b: b.right - b.left)
-            x, start, end = (narrow.left + narrow.right) / 2, box.top + box.height, target.top
-            out.append(f'<path class="arrow" d="M{x:.1f} {start:.1f}V{end - 6:.1f}"/>')
-            out.append(f'<path class="tip" d="M{x:.1f} {end:.1f}l-4.5 -8h9z"/>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 

@@ -73,7 +73,7 @@ def test_default_tiles_follow_the_architecture(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tune_takes_the_fastest_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are given; a candidate that is wrong, or that cannot run, is out whatever its time."""
-    from minipaged import tune as module
+    from minipaged.ops.triton import tune as module
 
     slow, fast, broken, wrong = (Tile(r, k, 4, 2) for r, k in ((16, 32), (32, 16), (32, 64), (32, 32)))
     monkeypatch.setattr(module, "candidates", lambda kind, d, dtype, arch: [slow, fast, broken, wrong])

@@ -17,7 +17,7 @@ from minipaged.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LIBRARY = Path(__file__).resolve().parent.parent / "_native" / "libminipaged.so"
+LIBRARY = Path(__file__).resolve().parents[2] / "_native" / "libminipaged.so"
 BUILD_LOG = LIBRARY.with_name("build_error.txt")  # what a build that failed printed (tools/build_backend.py)
 
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
