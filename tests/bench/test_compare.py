@@ -55,7 +55,7 @@ def test_every_engine_takes_its_turn_and_long_workloads_run_once(load: Any) -> N
 def test_a_comparison_stops_without_the_back_end_that_it_is_about(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compare = load("compare")
     compare.require_backend("torch")
-    with pytest.raises(SystemExit, match="--backend abacus is unknown: choose from .*cpu"):
+    with pytest.raises(SystemExit, match=r"--backend abacus is unknown: choose from .*cpu"):
         compare.require_backend("abacus")
     from minipaged.ops import registry
 
