@@ -18,8 +18,8 @@ BenchJson = Callable[..., dict[str, Any]]
 
 FRAME = {
     "benchmark", "model", "read_bandwidth_gb_s", "read_bandwidth_spread", "read_probe", "matrix_peak_gflop_s",
-    "other_cores", "rounds", "noisy_rounds", "matrix_probe", "threads", "backend", "dtype", "device", "machine", "versions",
-    "notes",
+    "other_cores", "rounds", "noisy_rounds", "matrix_probe", "threads", "backend", "dtype", "device", "machine",
+    "versions", "notes",
 }  # fmt: skip
 FIGURES = {
     "ttft_s",

@@ -60,9 +60,7 @@ def test_a_comparison_stops_without_the_back_end_that_it_is_about(load: Any, mon
     from minipaged.ops import registry
 
     monkeypatch.setattr(registry, "available_backends", lambda: {"cpu": "the native library was not built"})
-    with pytest.raises(
-        SystemExit, match="'cpu' cannot run here: the native library was not built; `python tools/build"
-    ):
+    with pytest.raises(SystemExit, match=r"'cpu' cannot run here: .* was not built; `python tools/build"):
         compare.require_backend("cpu")
 
 
