@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from minipaged.engine.config import EngineConfig
@@ -184,19 +183,16 @@ class Engine:
         try:
             self._stepping = True
             self._apply_commands(touched)
-            plan = self._schedule(touched)
+            plan = self.scheduler.schedule()
             if plan.rows:
                 self._execute(plan, touched)
-            elif self.scheduler.waiting and not self.scheduler.running and not self.scheduler.failed:
+            elif self.scheduler.waiting and not self.scheduler.running:
                 self._fail_stuck(touched)
         except BaseException:
             # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
             # true again.
             for child in list(self.scheduler.running):
-                try:
-                    self.scheduler.preempt(child)
-                except Exception:  # of an eviction policy or listener; the first error is the one to raise
-                    logger.exception("giving back the blocks of request %r failed", child.request.request_id)
+                self.scheduler.preempt(child)
             raise
         finally:
             self._stepping = False
@@ -220,16 +216,6 @@ class Engine:
                 self.scheduler.add(request.children[0])
             else:
                 self._end(request, "abort", None, touched)
-
-    def _schedule(self, touched: dict[Request, None]) -> StepPlan:
-        """The next plan. Requests for which a user's eviction policy or listener raised end with that error."""
-        plan = self.scheduler.schedule()
-        if not self.scheduler.failed:
-            return plan
-        for child, error in self.scheduler.failed.items():
-            self._fail(child.request, error, touched, trace=True)
-        rows = [row for row in plan.rows if not _request(row).finished]
-        return replace(plan, rows=rows, num_tokens=sum([row.num_tokens for row in rows]))
 
     def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
         scheduled = self.clock()
@@ -279,7 +265,7 @@ class Engine:
             self.scheduler.fork(parent, fork)
         for sibling in cast("tuple[Child, ...]", row.sample_for):
             if sibling.finish_reason is not None:
-                self._remove(sibling)
+                self.scheduler.remove(sibling)
         if request.finished:
             self._forget(request, now)
 
@@ -302,7 +288,7 @@ class Engine:
         self, request: Request, error: str | Exception, touched: dict[Request, None], *, trace: bool = False
     ) -> None:
         """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""
-        message = request.note_failure(error)
+        message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         if not request.finished:  # each of its n rows may fail
             shown = trace and isinstance(error, Exception) and error
             logger.error("request %r failed: %s", request.request_id, message, exc_info=shown)
@@ -313,21 +299,9 @@ class Engine:
         for child in request.children:
             if child.finish_reason is None:
                 child.finish(reason, error)
-            self._remove(child)
+            self.scheduler.remove(child)
         self._forget(request, self.clock())
         touched[request] = None
-
-    def _remove(self, child: Child) -> None:
-        """Take a sequence that is over out of the scheduler. A user's eviction policy or listener that raises while
-        its blocks go back makes it an error: the blocks are back nevertheless.
-        """
-        try:
-            self.scheduler.remove(child)
-        except Exception as error:
-            logger.exception("giving back the blocks of request %r failed", child.request.request_id)
-            message = child.request.note_failure(error)
-            if child.finish_reason != "error":
-                child.finish_reason, child.error = "error", message
 
     def _forget(self, request: Request, now: float) -> None:
         request.metrics.finished_time = now
@@ -395,6 +369,7 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             internal_fragmentation_tokens=manager.internal_fragmentation_tokens(),
+            eviction_policy=manager.eviction_policy,
         )
 
 

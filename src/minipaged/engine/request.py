@@ -132,7 +132,6 @@ class Request:
     __slots__ = (
         "cache_salt",
         "children",
-        "failure",
         "metrics",
         "num_cached_tokens",
         "num_unfinished",
@@ -167,7 +166,6 @@ class Request:
         self.cache_salt = cache_salt
         self.tokenizer = tokenizer
         self.num_cached_tokens: int | None = None
-        self.failure: Exception | None = None  # the first one that made its reason "error"
         self.num_unfinished = params.n
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
             None if params.prompt_logprobs is None else [None]
@@ -210,13 +208,6 @@ class Request:
             return []
         leader.samples_with = (leader,)
         return [(leader, child) for child in siblings if child is not leader and child.finish_reason is None]
-
-    def note_failure(self, error: str | Exception) -> str:
-        """What is to be reported of it; the first exception is kept."""
-        if isinstance(error, str):
-            return error
-        self.failure = self.failure or error
-        return f"{type(error).__name__}: {error}"
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob]]) -> None:
         """Append what a chunk of prefill gave; the first prompt token has none."""

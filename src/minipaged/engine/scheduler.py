@@ -79,8 +79,6 @@ class Scheduler:
         self._on_release = on_release
         self._turn = 0
         self._rows: dict[Child, ScheduledSequence] = {}
-        self.failed: dict[Child, Exception] = {}
-        """Whose blocks a user's eviction policy or listener raised for in the last `schedule`; to be removed."""
 
     # ---- queues
 
@@ -107,7 +105,7 @@ class Scheduler:
             self.running.remove(child)
         elif child.state is ChildState.WAITING:
             self.waiting.remove(child)
-        child.state = ChildState.FINISHED  # before the release, in which a user's policy or listener may raise
+        child.state = ChildState.FINISHED
         child.waits_for = None
         self._release(child)
 
@@ -122,11 +120,9 @@ class Scheduler:
         self._release(child)
 
     def _release(self, child: Child) -> None:
-        try:
-            if child.sequence_id in self.manager.sequences:
-                self.manager.release_sequence(child.sequence_id)
-        finally:
-            self._on_release(child.sequence_id)  # also without blocks: a sibling may have been sampled before its fork
+        if child.sequence_id in self.manager.sequences:
+            self.manager.release_sequence(child.sequence_id)
+        self._on_release(child.sequence_id)  # also without blocks: a sibling may have been sampled before its fork
 
     # ---- one step
 
@@ -136,7 +132,6 @@ class Scheduler:
         Rows: those of one token first, then chunks, each by order.
         """
         self._rows = {}
-        self.failed = {}
         preemptions = self.num_preemptions
         decodes: list[Child] = []
         prefills: list[Child] = []
@@ -196,13 +191,7 @@ class Scheduler:
                 victim = self.running[-1]
                 if victim is child:
                     return 0
-                try:
-                    self.preempt(victim)
-                except Exception as error:
-                    self.failed[victim] = error
-            except Exception as error:
-                self.failed[child] = error
-                return 0
+                self.preempt(victim)
         self._rows[child] = ScheduledSequence(
             child,
             start,
@@ -227,12 +216,7 @@ class Scheduler:
             if self._waits_for_prefix(child):
                 position += 1
                 continue
-            try:
-                started = self._start(child, promised)
-            except Exception as error:
-                self.failed[child] = error
-                return
-            if not started:
+            if not self._start(child, promised):
                 return
             del self.waiting[position]
             seats -= child.seats
