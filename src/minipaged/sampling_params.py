@@ -156,6 +156,11 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty not in (None, 1.0)
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether tokens are drawn from changed logits, beyond the first `min_tokens`."""
+        return self.penalised or self.logit_bias is not None or self.token_mask is not None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is kept: a tuple, empty when there is none."""
         return self.stop if isinstance(self.stop, tuple) else ()

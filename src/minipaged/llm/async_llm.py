@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from minipaged.engine.config import EngineStats
     from minipaged.engine.engine import Engine
     from minipaged.engine.request import Request
-    from minipaged.engine.stats import EngineStats
     from minipaged.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
