@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from comparison import EXTRAS, WORKLOADS, summarise, to_markdown
-from minipaged.bench.disturbance import QUIET
 from minipaged.bench.machine import machine_facts, slug, versions
+from minipaged.bench.noise import QUIET
 from minipaged.bench.probes import Probes
-from minipaged.bench.sitting import STEADY
+from minipaged.bench.trials import STEADY
 from minipaged.threads import set_threads
 
 HERE = Path(__file__).resolve().parent
@@ -65,6 +65,8 @@ def main() -> None:
     arguments = _arguments()
     home: Path = arguments.home
     engines = _engines(arguments)
+    if "ours" in engines:
+        require_backend(arguments.backend)
     set_threads(arguments.threads)
     probes = Probes(threads=arguments.threads)
     plan = list(schedule(engines, arguments.only, arguments.rounds))
@@ -100,6 +102,17 @@ def main() -> None:
         sys.exit(1)
 
 
+def require_backend(name: str) -> None:
+    """Exit unless our back end `name` runs here: another one that would serve in its place is not what is compared."""
+    from minipaged.ops.registry import available_backends
+
+    known = available_backends()
+    if name not in known:
+        sys.exit(f"--backend {name} is unknown: choose from {', '.join(known)}")
+    if known[name] is not None:
+        sys.exit(f"back end {name!r} cannot run here: {known[name]}; `python tools/build_native.py` builds it")
+
+
 def schedule(engines: list[str], workloads: list[str], rounds: int) -> Iterator[tuple[int, str, str]]:
     """(round, workload, engine) in order. Each round starts with another engine, so that a drift favours nobody."""
     for round_number in range(rounds):
@@ -122,14 +135,14 @@ def measure(engine: str, workload: str, home: Path, arguments: argparse.Namespac
         if workload in EXTRAS:
             options = EXTRAS[workload].arguments
             command = [sys.executable, "-m", "minipaged", "bench", *options, "--rounds", "3", "--json"]
-            command += ["--threads", str(arguments.threads)]
+            command += ["--threads", str(arguments.threads), "--backend", arguments.backend]
             if workload == "startup":
                 command.insert(5, str(model))
         else:
             command = [str(rival.python(home)), str(HERE / "rivals" / rival.script), "--workload", workload]
             command += ["--model", str(model), "--out", str(out), "--threads", str(arguments.threads)]
             if engine == "ours":
-                command += ["--options", arguments.options]
+                command += ["--options", json.dumps({"backend": arguments.backend, **json.loads(arguments.options)})]
             environment["PYTHONPATH"] = str(SOURCES)
             if engine == "vllm":
                 environment |= vllm_variables(home, arguments.threads)
@@ -186,7 +199,7 @@ def _line(run: dict[str, Any]) -> str:
     }
     shown = run.get("error") or ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
     probes = " -> ".join(f"{value / 1e9:.1f}" for value in run["read_bandwidth"])
-    return f"{run['workload']} {run['engine']}: {shown}; read {probes} GB/s{'' if run['quiet'] else ' (disturbed)'}"
+    return f"{run['workload']} {run['engine']}: {shown}; read {probes} GB/s{'' if run['quiet'] else ' (noisy)'}"
 
 
 def list_of(known: tuple[str, ...]) -> Any:
@@ -207,9 +220,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--engines", type=list_of(tuple(RIVALS)), help="comma-separated; default: all installed")
     parser.add_argument("--only", type=list_of(workloads), default=list(workloads), help="comma-separated workloads")
     parser.add_argument("--rounds", type=int, default=3, help="of W1, W2, W4 (W3 and W5: one)")
-    parser.add_argument("--retries", type=int, default=1, help="repetitions of a disturbed run")
+    parser.add_argument("--retries", type=int, default=1, help="repetitions of a noisy run")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per run")
+    parser.add_argument("--backend", default="cpu", help="of ours; the comparison stops if it cannot run here")
     parser.add_argument("--options", default="{}", help="JSON object: keywords of our LLM")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--dry", action="store_true", help="print the table, write no files")

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from compare import HERE, MODEL, SOURCES, list_of, vllm_variables, write_report
-from minipaged.bench.disturbance import LoadMeter
 from minipaged.bench.machine import machine_facts, versions
+from minipaged.bench.noise import LoadMeter
 from minipaged.bench.probes import Probes
-from minipaged.bench.sitting import Attempt
+from minipaged.bench.trials import Trial
 from minipaged.threads import set_threads
 from serving_table import SCENARIOS, Scenario, figures, scenario_arguments, summarise, to_markdown
 
@@ -54,8 +54,8 @@ class Server:
 
 
 def ours(home: Path, threads: int) -> Server:
-    """`minipaged serve` of this checkout."""
-    pool = ["--kv-cache-memory", str(POOL_GIB << 30), "--threads", str(threads)]
+    """`minipaged serve` of this checkout, on the native back end or not at all."""
+    pool = ["--backend", "cpu", "--kv-cache-memory", str(POOL_GIB << 30), "--threads", str(threads)]
     return Server([sys.executable, "-m", "minipaged", "serve", str(home / MODEL), *pool], {"PYTHONPATH": str(SOURCES)})
 
 
@@ -102,7 +102,7 @@ def main() -> None:
                     report = send(url, scenario, arguments.azure)
                     load = meter.stop()
                     after = probes.read_bandwidth()
-                    attempt = Attempt(report, load, before, after)
+                    attempt = Trial(report, load, before, after)
                     run = {"engine": name, "workload": scenario_name, "round": round_number, "quiet": attempt.quiet}
                     run |= {"read_bandwidth": [before, after], "other_cores": load and load.other_cores}
                     runs.append({**run, **figures(report), "report": report})
@@ -237,7 +237,7 @@ def _line(run: dict[str, Any]) -> str:
     latencies = "" if itl is None or ttft is None else f", ITL p99 {itl:.0f} ms, TTFT p99 {ttft:.0f} ms"
     return (
         f"  {run['workload']}: {run['output_tok_s']:.1f} output tok/s{latencies}, {run['failed']} failed; "
-        f"read {probes} GB/s{'' if run['quiet'] else ' (disturbed)'}"
+        f"read {probes} GB/s{'' if run['quiet'] else ' (noisy)'}"
     )
 
 

@@ -102,7 +102,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for target in targets:
             medians = {e: median_of(runs, e, workload, target.figure) for e in engines}
             values = {engine: value for engine, value in medians.items() if value is not None}
-            entries.append({"workload": workload, **_judged(target, values), **_disturbance(runs, workload)})
+            entries.append({"workload": workload, **_judged(target, values), **_noise(runs, workload)})
         entries += _bandwidth_share(runs) if workload == "W1" else []
     for name, extra in EXTRAS.items():
         value = median_of(runs, OURS, name, extra.figure)
@@ -111,7 +111,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             bounds = {"must": extra.must, "aim": extra.aim}
             verdict = _verdict(extra.reached(value, extra.must), extra.reached(value, extra.aim))
             entry = {"workload": name, "figure": extra.figure, "unit": extra.unit, "values": {OURS: value}}
-            entries.append({**entry, **bounds, "verdict": verdict, **_disturbance(runs, name)})
+            entries.append({**entry, **bounds, "verdict": verdict, **_noise(runs, name)})
     return entries
 
 
@@ -143,12 +143,12 @@ def _bandwidth_share(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         "values": {OURS: 100 * share},
     }
     verdict = _verdict(share >= must, share >= aim)
-    return [{**entry, "must": 100 * must, "aim": 100 * aim, "verdict": verdict, **_disturbance(runs, "W1")}]
+    return [{**entry, "must": 100 * must, "aim": 100 * aim, "verdict": verdict, **_noise(runs, "W1")}]
 
 
-def _disturbance(runs: Sequence[dict[str, Any]], workload: str) -> dict[str, int]:
+def _noise(runs: Sequence[dict[str, Any]], workload: str) -> dict[str, int]:
     own = [run for run in runs if run["workload"] == workload]
-    return {"measurements": len(own), "disturbed": sum(not run["quiet"] for run in own)}
+    return {"measurements": len(own), "noisy": sum(not run["quiet"] for run in own)}
 
 
 def _verdict(must: bool, aim: bool) -> str:
@@ -160,6 +160,13 @@ def to_markdown(report: dict[str, Any]) -> str:
     machine, runs = report["machine"], report["runs"]
     engines = list(dict.fromkeys(run["engine"] for run in runs))
     probes = sorted(probe / 1e9 for run in runs for probe in run["read_bandwidth"])
+
+    def titled(engine: str) -> str:
+        """With the back ends that computed, which only ours tells."""
+        backends = {run["backend"] for run in runs if run["engine"] == engine and "backend" in run}
+        return f"{engine} ({', '.join(sorted(backends))})" if backends else engine
+
+    titles = " | ".join(map(titled, engines))
     lines = [
         f"# Comparison of {report['when']}",
         "",
@@ -175,11 +182,10 @@ def to_markdown(report: dict[str, Any]) -> str:
     ]
     for engine in engines:
         facts = next((run for run in runs if run["engine"] == engine and "version" in run), {})
-        backend = f", back end {facts['backend']}" if "backend" in facts else ""
-        lines.append(f"| {engine} | {facts.get('version', '-')}{backend} | {facts.get('precision', '-')} |")
+        lines.append(f"| {titled(engine)} | {facts.get('version', '-')} | {facts.get('precision', '-')} |")
     lines += [
         "",
-        f"| workload | figure | {' | '.join(engines)} | best rival | ours / best | must | aim | verdict | disturbed |",
+        f"| workload | figure | {titles} | best rival | ours / best | must | aim | verdict | noisy |",
         "|---" * (8 + len(engines)) + "|",
     ]
     for entry in report["summary"]:
@@ -188,13 +194,13 @@ def to_markdown(report: dict[str, Any]) -> str:
         cells = [f"{entry['workload']}: {WHAT[entry['workload']]}", f"{entry['figure']} ({entry['unit']})", *values]
         cells += [entry.get("best_rival") or "-", "-" if ratio is None else f"{ratio:.2f}"]
         cells += [f"{entry['must']:g}", f"{entry['aim']:g}", entry["verdict"]]
-        cells.append(f"{entry['disturbed']} of {entry['measurements']}")
+        cells.append(f"{entry['noisy']} of {entry['measurements']}")
         lines.append(f"| {' | '.join(cells)} |")
     lines += _errors(runs)
     lines += [
         "",
-        "Medians over the undisturbed runs (others took at most 0.1 core and the probes around a run agree within "
-        "15 %), over all runs where none was undisturbed. Every run is in the JSON file.",
+        "Medians over the quiet runs (others took at most 0.1 core and the probes around a run agree within "
+        "15 %), over all runs where none was quiet. Every run is in the JSON file.",
         "",
     ]
     return "\n".join(lines)

@@ -24,8 +24,7 @@ import torch
 from minipaged import __version__
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.listeners import FanOut
-from minipaged.kv import KVBlockManager
+from minipaged.kv import FanOut, KVBlockManager
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
 from minipaged.runner.input_batch import BatchMetadata
 from minipaged.runner.model_runner import ModelRunner

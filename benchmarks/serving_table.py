@@ -99,7 +99,7 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
 
 def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry per scenario that ran, in order: medians per server and figure, ours / other for each other server, and
-    how many of the runs were disturbed.
+    how many of the runs were noisy.
     """
     measured = [run for run in runs if "error" not in run]
     names = list(dict.fromkeys(run["engine"] for run in measured))
@@ -113,7 +113,7 @@ def summarise(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if name != OURS and OURS in names
         }
         entry = {"scenario": scenario, "values": values, "ratios": ratios, "measurements": len(own)}
-        entries.append({**entry, "disturbed": sum(not run["quiet"] for run in own)})
+        entries.append({**entry, "noisy": sum(not run["quiet"] for run in own)})
     return entries
 
 
@@ -159,8 +159,8 @@ def to_markdown(page: dict[str, Any]) -> str:
     lines += ["", "## Every run", "", *_run_lines(measured)]
     lines += [
         "",
-        "Above: medians over the undisturbed runs (others took at most 0.1 core and the probes around a run agree "
-        "within 15 %), over all runs where none was undisturbed. p99 of 20 or 30 requests is nearly the slowest one; "
+        "Above: medians over the quiet runs (others took at most 0.1 core and the probes around a run agree "
+        "within 15 %), over all runs where none was quiet. p99 of 20 or 30 requests is nearly the slowest one; "
         f"ITL has a value per token. {page['minutes']:.0f} minutes in all. The client's whole reports are in the JSON "
         "file.",
         "",
@@ -182,7 +182,7 @@ def _scenario_lines(entry: dict[str, Any], what: str) -> list[str]:
     for name, ratios in entry["ratios"].items():
         cells = [f"{ratios[figure]:.2f}" if figure in ratios else "-" for figure in FIGURES]
         lines.append(f"| ours / {name} | {' | '.join(cells)} | | |")
-    return [*lines, "", f"Disturbed: {entry['disturbed']} of {entry['measurements']} runs."]
+    return [*lines, "", f"Noisy: {entry['noisy']} of {entry['measurements']} runs."]
 
 
 def _run_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
@@ -192,7 +192,7 @@ def _run_lines(runs: Sequence[dict[str, Any]]) -> list[str]:
     for run in runs:
         cells = [_number(run.get(name)) for name in shown]
         probes = " -> ".join(f"{value / 1e9:.1f}" for value in run["read_bandwidth"])
-        remark = "" if run["quiet"] else "disturbed"
+        remark = "" if run["quiet"] else "noisy"
         lines.append(
             f"| {run['round'] + 1} | {run['engine']} | {run['workload']} | {' | '.join(cells)} | {probes} | {remark} |"
         )

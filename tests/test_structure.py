@@ -39,6 +39,7 @@ SERVER_MAY_IMPORT = {
     "minipaged.text.chat_template",
     "minipaged.text.reasoning",
     "minipaged.text.tokenizer",
+    "minipaged.text.tool_calls",
 }
 
 

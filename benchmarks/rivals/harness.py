@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from minipaged.bench.disturbance import LoadMeter
+from minipaged.bench.noise import LoadMeter
 from minipaged.bench.workloads import BenchRequest, workload
 
 WARM_UP = (128, 8)  # prompt and output tokens
@@ -63,15 +63,15 @@ def main(load: Callable[[argparse.Namespace], Engine]) -> None:
     engine.run([BenchRequest(requests[0].prompt[:prompt], output)])
     meter = LoadMeter()
     timing = engine.run(requests)
-    disturbance = meter.stop()
+    load = meter.stop()
     result = {
         **figures(requests, timing),
         **timing.facts,
         **engine.facts,
         "load_s": load_s,
         "peak_bytes": peak_bytes(),
-        "own_cores": disturbance and disturbance.own_cores,
-        "other_cores": disturbance and disturbance.other_cores,
+        "own_cores": load and load.own_cores,
+        "other_cores": load and load.other_cores,
     }
     arguments.out.write_text(json.dumps(result))
 

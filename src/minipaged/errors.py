@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 
 class OutOfBlocksError(RuntimeError):
     """The block pool cannot serve an allocation; nothing was changed."""
@@ -19,17 +16,6 @@ class UnknownSequenceError(KeyError):
 
 class InvariantError(RuntimeError):
     """The block manager's bookkeeping contradicts itself; the message names the block and the broken rule."""
-
-
-class EvictionPolicyError(RuntimeError):
-    """A user's eviction policy failed; the message names its class and says how. What it raised is the `__cause__`.
-
-    outputs: from `LLM.generate` and `LLM.chat`, the `RequestOutput` of every prompt in their order, right ones too.
-    """
-
-    def __init__(self, message: str, outputs: Sequence[Any] = ()) -> None:
-        super().__init__(message)
-        self.outputs = list(outputs)
 
 
 class RequestTooLargeError(ValueError):

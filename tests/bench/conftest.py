@@ -10,7 +10,7 @@ import pytest
 from tiny_shape import TINY, TINY_SHAPE
 from typer.testing import CliRunner, Result
 
-from minipaged.bench import kernels, probes, sitting, steps
+from minipaged.bench import kernels, probes, steps, trials
 from minipaged.cli.main import app
 from minipaged.model.random_weights import QWEN3_SHAPES
 
@@ -21,7 +21,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "LEAST_BUFFER", 1 << 20)
     monkeypatch.setattr(probes, "CACHES", 0)
     monkeypatch.setattr(probes, "PASSES", 1)
-    monkeypatch.setattr(sitting, "RETRIES", 1)
+    monkeypatch.setattr(probes, "CPU_SQUARES", (64,))
+    monkeypatch.setattr(trials, "RETRIES", 1)
     monkeypatch.setattr(kernels, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(kernels, "COVER", 0)
     monkeypatch.setattr(steps, "LEAST_SECONDS", 0.0)

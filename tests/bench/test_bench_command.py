@@ -18,8 +18,8 @@ BenchJson = Callable[..., dict[str, Any]]
 
 FRAME = {
     "benchmark", "model", "read_bandwidth_gb_s", "read_bandwidth_spread", "read_probe", "matrix_peak_gflop_s",
-    "other_cores", "rounds", "disturbed_rounds", "threads", "backend", "dtype", "device", "machine", "versions",
-    "notes",
+    "other_cores", "rounds", "noisy_rounds", "matrix_probe", "threads", "backend", "dtype", "device", "machine",
+    "versions", "notes",
 }  # fmt: skip
 FIGURES = {
     "ttft_s",
@@ -157,7 +157,7 @@ def test_startup_of_a_random_shape_from_a_temporary_file(bench_json: BenchJson) 
 def test_text_report_says_what_ran_where(bench: Bench) -> None:
     result = bench("latency", *TINY, *SHORT, "--rounds", 1)
     assert result.exit_code == 0, result.output
-    for word in ("machine", "CPU features", "versions", "threads", "read probe", "disturbance", "spread", "GFLOP/s"):
+    for word in ("machine", "CPU features", "versions", "threads", "read probe", "noise", "spread", "GFLOP/s"):
         assert word in result.stdout
     for word in (
         "decode, per sequence",

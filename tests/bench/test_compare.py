@@ -52,6 +52,18 @@ def test_every_engine_takes_its_turn_and_long_workloads_run_once(load: Any) -> N
     ]
 
 
+def test_a_comparison_stops_without_the_back_end_that_it_is_about(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = load("compare")
+    compare.require_backend("torch")
+    with pytest.raises(SystemExit, match=r"--backend abacus is unknown: choose from .*cpu"):
+        compare.require_backend("abacus")
+    from minipaged.ops import registry
+
+    monkeypatch.setattr(registry, "available_backends", lambda: {"cpu": "the native library was not built"})
+    with pytest.raises(SystemExit, match=r"'cpu' cannot run here: .* was not built; `python tools/build"):
+        compare.require_backend("cpu")
+
+
 def test_verdicts_follow_medians_of_quiet_runs_and_the_best_rival(load: Any) -> None:
     comparison = load("comparison")
     runs = [
@@ -66,7 +78,7 @@ def test_verdicts_follow_medians_of_quiet_runs_and_the_best_rival(load: Any) -> 
     assert speed["values"] == {"ours": 30.5, "a": 20.0, "b": 25.0}
     assert (speed["best_rival"], speed["ratio"]) == ("b", pytest.approx(1.22))
     assert speed["verdict"] == "must reached"  # must 1.2, aim 1.3
-    assert (speed["measurements"], speed["disturbed"]) == (6, 2)
+    assert (speed["measurements"], speed["noisy"]) == (6, 2)
     assert share["values"]["ours"] == pytest.approx(100 * 30.5 * 1.2e9 / 40e9)
     assert share["verdict"] == "must reached"  # 91.5 %: must 85, aim 95
 
@@ -87,7 +99,7 @@ def test_only_disturbed_runs_still_give_a_median_and_say_so(load: Any) -> None:
     comparison = load("comparison")
     runs = [run("ours", "W2", quiet=False, output_tok_s=10.0), run("a", "W2", quiet=False, output_tok_s=9.0)]
     (entry,) = comparison.summarise(runs)
-    assert (entry["ratio"], entry["verdict"], entry["disturbed"]) == (pytest.approx(10 / 9), "missed", 2)
+    assert (entry["ratio"], entry["verdict"], entry["noisy"]) == (pytest.approx(10 / 9), "missed", 2)
 
 
 def test_page_has_machine_precision_failures_and_every_workload(load: Any) -> None:
@@ -103,6 +115,8 @@ def test_page_has_machine_precision_failures_and_every_workload(load: Any) -> No
     report = {"when": "now", "machine": machine, "threads": 2, "read_probe": "a probe", "runs": runs}
     page = comparison.to_markdown({**report, "summary": comparison.summarise(runs)})
     assert "A CPU, 2 cores (avx2), 16.0 GiB" in page
+    assert "| ours (cpu) | minipaged 1 | bf16 |" in page
+    assert "| workload | figure | ours (cpu) | a | b | best rival" in page
     assert "| a | a 7 | KV u8 |" in page
     assert (
         "| W4: 1 prompt of 2048 | prefill_tok_s (tok/s) | 400.0 | 300.0 | - | a | 1.33 | 1.05 | 1.25 | aim reached |"

@@ -92,11 +92,11 @@ def test_medians_over_quiet_runs_and_ratios(serving: Any) -> None:
     (entry,) = serving.summarise(runs)
     assert entry["values"]["ours"]["output_tok_s"] == 31
     assert entry["values"]["ours"]["itl_p99_ms"] == 82
-    assert entry["values"]["ours"]["failed"] == 1, "also those of disturbed runs"
+    assert entry["values"]["ours"]["failed"] == 1, "also those of noisy runs"
     assert entry["ratios"]["vllm"]["output_tok_s"] == pytest.approx(31 / 20)
     assert entry["ratios"]["vllm"]["itl_p99_ms"] == pytest.approx(82 / 160)
     assert "goodput_per_s" not in entry["ratios"]["vllm"], "nothing is divided by 0"
-    assert (entry["measurements"], entry["disturbed"]) == (4, 1)
+    assert (entry["measurements"], entry["noisy"]) == (4, 1)
 
 
 def test_page(serving: Any) -> None:
@@ -120,8 +120,8 @@ def test_page(serving: Any) -> None:
     assert "| ours | 30.0 | 0.47 | 0.40 | 40.0 | 80.0 | 40.0 | 40.0 | 80.0 | 80.0 | 1.00 | 0 |" in text
     assert "| ours / vllm | 1.50 | 1.50 | 1.00 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | 0.50 | | |" in text
     assert "vllm, round 2: not ready after 900 s" in text
-    assert "| 1 | vllm | steady | 20.0 | 160 | 160 | 40.0 -> 42.0 | disturbed |" in text
-    assert "Disturbed: 1 of 2 runs." in text
+    assert "| 1 | vllm | steady | 20.0 | 160 | 160 | 40.0 -> 42.0 | noisy |" in text
+    assert "Noisy: 1 of 2 runs." in text
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") - 1 for line in table} == {4, 8, 12}, "every row has its table's number of cells"
 

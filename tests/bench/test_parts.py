@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from tiny_shape import TINY, TINY_SHAPE
 
 from minipaged import LLM, SamplingParams
 from minipaged.bench import machine
-from minipaged.bench.measure import run_requests
+from minipaged.bench.limits import StepWork
+from minipaged.bench.measure import Step, run_requests
 from minipaged.bench.probes import Probes
-from minipaged.bench.profile import ENGINE, Profile, profiled
+from minipaged.bench.profile import ENGINE, UNSEEN, Profile, profiled
 from minipaged.bench.steps import step_plan
 from minipaged.bench.workloads import BenchRequest
 from minipaged.bench.write_checkpoint import write_checkpoint
@@ -118,9 +120,36 @@ def test_a_plan_made_by_hand_gives_its_blocks_back(llm: LLM) -> None:
 def test_probes_say_what_they_used() -> None:
     probes = Probes(threads=torch.get_num_threads(), buffer_bytes=1 << 22)
     assert probes.read_bandwidth() > 0
-    assert probes.matrix_peak(torch.float32) > 0
+    rate, what = probes.matrix_peak(torch.float32)
+    assert rate > 0
+    assert what.startswith(("torch.mm of ", "native kernel ("))
     assert "4 MiB" in probes.method
     assert f"{torch.get_num_threads()} threads" in probes.method
+
+
+@pytest.mark.parametrize("rates", [(3e9, 1e9), (1e9, 3e9)])
+def test_the_matrix_peak_is_the_machines_and_not_that_of_one_kernel(
+    rates: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native, by_torch = rates
+    probes = Probes(threads=1, buffer_bytes=1 << 20)
+    monkeypatch.setattr(probes, "_native", SimpleNamespace(matrix_peak=lambda dtype: native, isa="some"))
+    monkeypatch.setattr(probes, "_torch_products", lambda n, dtype: by_torch)
+    best = "native kernel (some)" if native > by_torch else "torch.mm of 64 x 64"
+    assert probes.matrix_peak(torch.bfloat16) == (3e9, best)
+
+
+def test_a_profile_says_which_steps_it_could_not_see() -> None:
+    profile = Profile()
+    work = StepWork(1, 1, 1, 1)
+    profile.add(Step(0.003, 0.002, work, prefill=True), {"attention": 0.001}, {"attention": 2})
+    assert profile.notes() == []
+    profile.add(Step(0.003, 0.002, work, prefill=False), {}, {})
+    assert {row["op"]: row["ms_per_step"] for row in profile.per_class(prefill=False)} == {
+        UNSEEN: pytest.approx(2.0),
+        ENGINE: pytest.approx(1.0),
+    }
+    assert profile.notes()[0].startswith("1 of 2 profiled steps were replayed as CUDA graphs")
 
 
 def test_machine_facts_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_load_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A /proc/stat that advances by as many ticks as 1.5 processors give while the doctor waits."""
     ticks = os.sysconf("SC_CLK_TCK")
     clock = {"now": 100.0}
-    monkeypatch.setattr("minipaged.bench.disturbance.time.monotonic", lambda: clock["now"])
+    monkeypatch.setattr("minipaged.bench.noise.time.monotonic", lambda: clock["now"])
     stat = tmp_path / "proc" / "stat"
     stat.parent.mkdir()
     stat.write_text("cpu 1000 0 0 0 0 0 0 0\n")

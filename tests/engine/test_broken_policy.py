@@ -1,8 +1,7 @@
-"""Eviction policies of a user's that raise: `generate` says so when the others are done, and no block is lost."""
+"""Eviction policies of a user's that fail: it is said once, LRU serves from then on, and no request notices."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 from llm_rig import GREEDY, is_idle, load
 
-from minipaged import LLM, AsyncLLM, RequestOutput, SamplingParams
-from minipaged.errors import EvictionPolicyError
 from minipaged.kv import KVBlockManager, RankedPolicy
 
 ONE = replace(GREEDY, max_tokens=1)
@@ -47,108 +44,91 @@ class RaisesIn(RankedPolicy):
         return released
 
 
-def outputs_of(llm: LLM, prompts: Any, params: SamplingParams) -> list[RequestOutput]:
-    """Also those that the exception of a broken policy brings; it is raised exactly if one of them is an error."""
-    try:
-        outputs, raised = llm.generate(prompts, params, use_tqdm=False), False
-    except EvictionPolicyError as error:
-        outputs, raised = error.outputs, True
-    assert raised == any(output.outputs[0].finish_reason == "error" for output in outputs)
-    return outputs
+PROMPTS = [list(range(start, start + 13)) for start in (0, 0, 100, 200, 0, 300)]
 
 
-@pytest.mark.parametrize(("policy", "message"), [(NoSuper, "has no attribute"), (WrongRank, "rank")])
-def test_every_request_reports_the_policys_own_error(
-    tiny_folder: Path, policy: type[RankedPolicy], message: str
+class Unhashable(RankedPolicy):
+    """Names its victim in a list."""
+
+    def rank(self, block: int, released: int) -> int:
+        return released
+
+    def evict(self) -> int:
+        return [super().evict()]  # type: ignore[return-value]
+
+
+BROKEN = [(NoSuper, "has no attribute"), (WrongRank, "rank"), (Unhashable, "not one of the")]
+
+
+@pytest.mark.parametrize(("policy", "message"), BROKEN)
+def test_lru_takes_over_and_says_so_once(
+    tiny_folder: Path, policy: type[RankedPolicy], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with load(tiny_folder, num_blocks=8, max_model_len=24) as llm:
+        wanted = [llm.generate(prompt, ONE, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+        hits = llm.engine.stats().prefix_hit_tokens
     with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=policy()) as llm:
-        for start in (0, 100, 200):  # the pool is full of cached blocks by the third one
-            prompt = list(range(start, start + 13))
-            with pytest.raises(EvictionPolicyError, match=f"eviction_policy {policy.__name__} failed") as raised:
-                llm.generate(prompt, SamplingParams(max_tokens=3, temperature=0.0), use_tqdm=False)
-            assert message in str(raised.value)
-            [output] = raised.value.outputs
-            assert output.outputs[0].finish_reason == "error"
-            assert message in (output.outputs[0].error or "")
+        assert llm.engine.stats().eviction_policy == policy.__name__
+        for prompt, tokens in zip(PROMPTS, wanted, strict=True):
+            [completion] = llm.generate(prompt, ONE, use_tqdm=False)[0].outputs
+            assert completion.token_ids == tokens
             assert is_idle(llm)
+            llm.engine.block_manager.check_invariants()
+        assert llm.engine.stats().prefix_hit_tokens == hits  # LRU from the beginning, or the same order as LRU
+        serves = llm.engine.stats().eviction_policy
+    assert serves.startswith(f"lru ({policy.__name__} failed: ")
+    assert message in serves
+    said = [record for record in caplog.records if "lru serves from now on" in record.getMessage()]
+    assert len(said) == 1
+    assert policy.__name__ in said[0].getMessage()
 
 
 @pytest.mark.parametrize("name", ["insert", "hit", "add", "remove", "evict"])
-def test_requests_that_need_the_policy_fail_and_others_are_right(tiny_folder: Path, name: str) -> None:
-    prompts = [list(range(start, start + 13)) for start in (0, 0, 100, 200, 0, 300)]
-    with load(tiny_folder, num_blocks=8, max_model_len=24) as llm:
-        wanted = [llm.generate(prompt, ONE, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
-    with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=RaisesIn(name)) as llm:
-        failed = 0
-        for prompt, tokens in zip(prompts, wanted, strict=True):
-            [completion] = outputs_of(llm, prompt, ONE)[0].outputs
-            if completion.finish_reason == "error":
-                assert f"LookupError: in {name}" in (completion.error or "")
-                failed += 1
-            else:
-                assert completion.token_ids == tokens
-            assert is_idle(llm)
-        assert 1 <= failed < len(prompts)
-
-
-def test_requests_side_by_side(tiny_folder: Path) -> None:
-    """Under preemption too, everything ends, and what is no error is right."""
+def test_an_error_in_any_method_costs_no_request(tiny_folder: Path, name: str) -> None:
     prompts = [list(range(start, start + 9)) for start in (0, 100, 200, 300)]
     with load(tiny_folder) as llm:
         wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
-    for name in ("insert", "add", "remove", "evict"):
-        with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=RaisesIn(name)) as llm:
-            outputs = outputs_of(llm, prompts, GREEDY)
-            assert [output.prompt_token_ids for output in outputs] == prompts
-            assert all(output.finished for output in outputs)
-            fine = [output.outputs[0].finish_reason != "error" for output in outputs]
-            assert any(fine)
-            assert [o.outputs[0].token_ids for o, ok in zip(outputs, fine, strict=True) if ok] == [
-                tokens for tokens, ok in zip(wanted, fine, strict=True) if ok
-            ]
+    with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=RaisesIn(name)) as llm:
+        for _ in range(2):
+            for _ in range(2):  # the second time its beginning is cached, and a candidate
+                [again] = llm.generate(prompts[0], ONE, use_tqdm=False)
+                assert again.outputs[0].token_ids == wanted[0][:1]
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == wanted
             assert is_idle(llm)
+        assert f"{name}() raised LookupError: in {name}" in llm.engine.stats().eviction_policy
 
 
-def test_streams_end_with_the_reason_error(tiny_folder: Path) -> None:
-    """Their reader has seen part of the answer, and sees how it ends."""
-    with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=NoSuper()) as llm:
-        *_, last = llm.stream(list(range(13)), GREEDY)
-        assert last.outputs[0].finish_reason == "error"
-        assert "eviction_policy NoSuper failed" in (last.outputs[0].error or "")
+def test_ctrl_c_inside_a_policy_is_no_error_of_the_policy() -> None:
+    class Interrupted(RankedPolicy):
+        def rank(self, block: int, released: int) -> int:
+            raise KeyboardInterrupt
 
-    async def read(llm: AsyncLLM) -> RequestOutput:
-        return [output async for output in llm.generate(list(range(13)), GREEDY)][-1]
-
-    with load(tiny_folder, num_blocks=8, max_model_len=24, eviction_policy=NoSuper()) as llm:
-        served = AsyncLLM.from_engine(llm.engine)
-        try:
-            last = asyncio.run(read(served))
-        finally:
-            served.close()
-        assert last.outputs[0].finish_reason == "error"
-        assert "eviction_policy NoSuper failed" in (last.outputs[0].error or "")
+    manager = KVBlockManager(2, 1, enable_prefix_caching=True, eviction_policy=Interrupted())
+    manager.create_sequence(0)
+    manager.append_tokens(0, 1)
+    manager.commit_tokens(0, [1])
+    with pytest.raises(KeyboardInterrupt):
+        manager.release_sequence(0)
+    assert manager.eviction_policy == "Interrupted"
 
 
-def test_a_mistake_in_the_tokens_of_one_request_raises_nothing(tiny_folder: Path) -> None:
-    """Only what breaks the engine's own work is raised; a mask of one request is that request's."""
+def test_a_mistake_in_the_tokens_of_one_request_is_that_requests(tiny_folder: Path) -> None:
     bad = replace(GREEDY, token_mask=lambda _: 1 / 0)  # type: ignore[arg-type,return-value]
     with load(tiny_folder) as llm:
         outputs = llm.generate([[1, 2], [3, 4]], [bad, GREEDY], use_tqdm=False)
         assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]
 
 
-def test_the_manager_completes_the_operation() -> None:
-    manager = KVBlockManager(2, 2, enable_prefix_caching=True, eviction_policy=NoSuper())
-    manager.create_sequence(0)
-    manager.append_tokens(0, 4)
-    manager.commit_tokens(0, [1, 2, 3, 4])
-    with pytest.raises(EvictionPolicyError, match="_ranks") as raised:
-        manager.release_sequence(0)
-    assert isinstance(raised.value.__cause__, AttributeError)
+def test_the_manager_goes_on_with_lru(caplog: pytest.LogCaptureFixture) -> None:
+    manager = KVBlockManager(3, 1, enable_prefix_caching=True, eviction_policy=RaisesIn("evict"))
+    for sequence_id in range(3):
+        manager.create_sequence(sequence_id)
+        manager.append_tokens(sequence_id, 1)
+        manager.commit_tokens(sequence_id, [100 + sequence_id])
+    for sequence_id in (1, 0, 2):
+        manager.release_sequence(sequence_id)
+    assert [manager.allocate_block() for _ in range(3)] == [1, 0, 2]
     manager.check_invariants()
-    assert manager.num_available_blocks == 2
-    manager.create_sequence(1)
-    with pytest.raises(EvictionPolicyError, match=r"failed again.*_heap.*first error.*_ranks"):
-        manager.append_tokens(1, 4)
-    manager.check_invariants()
-    assert manager.sequences[1].sequence_length == 4
+    assert manager.eviction_policy == "lru (RaisesIn failed: evict() raised LookupError: in evict)"
+    assert [record.exc_info is not None for record in caplog.records] == [True]

@@ -19,9 +19,9 @@ from scenario import NUM_BLOCKS, Scenario, make_scenario
 from minipaged import LLM
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.listeners import FanOut, Poison
+from minipaged.engine.listeners import Poison
 from minipaged.errors import RequestTooLargeError
-from minipaged.kv import KVBlockManager, PagedKVCache
+from minipaged.kv import FanOut, KVBlockManager, PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.runner.input_batch import BatchMetadata
 from minipaged.runner.model_runner import ModelRunner

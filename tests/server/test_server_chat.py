@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server_rig import Rig
 
-from minipaged.server.tools import ToolCall, ToolCallParser, parse_call
 from minipaged.text.reasoning import ReasoningSplitter, Thinking, thinking_after
 
 USER = [{"role": "user", "content": "hi"}]
@@ -288,55 +287,6 @@ def test_reasoning_does_not_depend_on_the_cuts(snippets: list[str], rng: random.
     inner = text.lstrip()[len("<think>") :] if thinking is Thinking.POSSIBLE else text
     thought, closed, content = inner.partition("</think>")
     assert whole == (thought.strip("\n"), content.lstrip("\n") if closed else "")
-
-
-def parse_pieces(pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser = ToolCallParser()
-    out = [item for piece in pieces for item in parser.feed(piece)] + parser.finish()
-    return (
-        "".join(item for item in out if isinstance(item, str)),
-        [(item.name, item.arguments) for item in out if isinstance(item, ToolCall)],
-    )
-
-
-TOOL_SNIPPETS = st.lists(
-    st.sampled_from(
-        ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {"a": 1}}', CALL, "<tool", " ", "\n", "a", "{", "<"]
-    ),
-    max_size=9,
-)
-
-
-@given(TOOL_SNIPPETS, st.randoms(use_true_random=False))
-def test_tool_calls_do_not_depend_on_the_cuts(snippets: list[str], rng: random.Random) -> None:
-    text = "".join(snippets)
-    whole = parse_pieces([text])
-    assert parse_pieces(cut(text, rng)) == whole
-    assert parse_pieces(list(text)) == whole
-    if not whole[1]:
-        assert whole[0] == text, "without a call nothing is lost"
-
-
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ('{"name": "f", "arguments": {}}', True),
-        ('{"name": "f", "arguments": "{\\"a\\": 1}"}', True),
-        ('{"name": "f", "arguments": "x"}', False),
-        ('{"name": "f", "arguments": [1]}', False),
-        ('{"name": 5, "arguments": {}}', False),
-        ('{"name": "", "arguments": {}}', False),
-        ('{"arguments": {}}', False),
-        ("null", False),
-        ("[" * 10_000, False),
-        ("", False),
-    ],
-)
-def test_what_a_call_is(text: str, good: bool) -> None:
-    call = parse_call(text)
-    assert (call is not None) == good
-    if call is not None:
-        assert isinstance(json.loads(call.arguments), dict)
 
 
 @pytest.mark.parametrize(

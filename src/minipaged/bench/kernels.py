@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minipaged.bench.frame import Report, case_part, frame
 from minipaged.bench.machine import last_level_cache_bytes
 from minipaged.bench.probes import Probes
-from minipaged.bench.sitting import Attempt, Sitting, sit
+from minipaged.bench.report_header import Report, case_part, report_header
+from minipaged.bench.trials import Trial, Trials, run_trials
 from minipaged.kv.address import num_logical_blocks
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.dtypes import resolve_dtype
@@ -182,20 +182,23 @@ def bench_kernels(
     progress("measuring the machine's limits")
     probes = Probes(threads=threads, device=device)
     peak = probes.matrix_peak(dtype)
+    rate = peak[0]
     torch.manual_seed(options["seed"])
     synchronise = torch.cuda.synchronize if device.startswith("cuda") else _nothing
-    attempts: list[Attempt[dict[str, float]]] = []
+    measured: list[Trial[dict[str, float]]] = []
     results: list[Report] = []
 
     def measure(cases: Sequence[KernelCase]) -> None:
         progress(cases[0].name)
         for case in cases:
             case.seconds(synchronise)  # buffers grow to their size
-        sitting = sit(lambda: {c.name: c.seconds(synchronise) for c in cases}, probes.read_bandwidth, rounds=rounds)
-        attempts.extend(sitting.attempts)
+        trials = run_trials(
+            lambda: {c.name: c.seconds(synchronise) for c in cases}, probes.read_bandwidth, rounds=rounds
+        )
+        measured.extend(trials.all)
         for case in cases:
-            seconds = sitting.median(lambda r: r[case.name])  # noqa: B023 - called here and now
-            results.append(case_part(case.name, seconds, case.nbytes, case.flops, sitting.probe, peak))
+            seconds = trials.median(lambda r: r[case.name])  # noqa: B023 - called here and now
+            results.append(case_part(case.name, seconds, case.nbytes, case.flops, trials.probe, rate))
 
     with torch.inference_mode():
         for shape in attention:  # one after the other: together their caches might be larger than memory
@@ -206,10 +209,10 @@ def bench_kernels(
             for matrix in LINEARS:
                 measure(linear_cases(backend, source.config, dtype, matrix, rows, device=device))
     first = next((r for r in results if r["case"] == HEADLINE), results[0])
-    report = frame(
+    report = report_header(
         benchmark,
         source.name,
-        Sitting(attempts),
+        Trials(measured),
         probes,
         peak,
         threads=threads,

@@ -26,6 +26,8 @@ HUGE_PAGE = 2 << 20
 CACHES = 8  # the buffer is at least this many times the last-level cache
 PASSES = 5  # one probe is the median of so many passes
 LEAST_BUFFER = 512 << 20
+CPU_SQUARES, GPU_SQUARES = (512, 1024, 2048), (8192,)  # sides of the matrices that torch multiplies
+LONG_PRODUCT = 0.1  # seconds
 
 
 class Probes:
@@ -46,14 +48,30 @@ class Probes:
         """Bytes per second."""
         return self._buffer.nbytes / statistics.median(self._seconds(self._pass) for _ in range(PASSES))
 
-    def matrix_peak(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of matrix products in `dtype`; a product and a sum count as two."""
+    def matrix_peak(self, dtype: torch.dtype) -> tuple[float, str]:
+        """Floating-point operations per second of matrix products in `dtype`, a product and a sum count as two, and
+        what reached them.
+
+        The limit is the machine's and not that of one kernel: the native product kernel and torch's (which may use a
+        matrix unit that ours does not) are both tried, the faster one counts.
+        """
         import torch
 
+        found: dict[str, float] = {}
+        for n in CPU_SQUARES if self.device == "cpu" else GPU_SQUARES:
+            rate = found[f"torch.mm of {n} x {n}"] = self._torch_products(n, dtype)
+            if 2.0 * n**3 / rate > LONG_PRODUCT:
+                break  # a larger one would take seconds: torch has no fast path for this type here
         if self._native is not None and dtype in (torch.bfloat16, torch.float32):
             native = self._native
-            return statistics.median(native.matrix_peak(dtype) for _ in range(PASSES))
-        n = 1024 if self.device == "cpu" else 8192
+            rates = [native.matrix_peak(dtype) for _ in range(PASSES)]
+            found[f"native kernel ({native.isa})"] = statistics.median(rates)
+        best = max(found, key=lambda name: found[name])
+        return found[best], best
+
+    def _torch_products(self, n: int, dtype: torch.dtype) -> float:
+        import torch
+
         a = torch.randn(n, n, device=self.device).to(dtype)
         out = torch.empty_like(a)
         torch.mm(a, a, out=out)

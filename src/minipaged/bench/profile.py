@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 REST, ENGINE = "sampling and rest of runner", "scheduler and outputs"
+UNSEEN = "forward pass as one graph, not told apart, and sampling"
+"""A decode step that was replayed as a CUDA graph makes no call of a back end that could be timed."""
 
 
 class ProfilingBackend(Backend):
@@ -138,7 +140,8 @@ class Profile:
 
     def add(self, step: Step, seconds: dict[str, float], calls: dict[str, int]) -> None:
         """One step with the operations in it; what they leave over is the runner's and the engine's own time."""
-        rest = {REST: step.runner_seconds - sum(seconds.values()), ENGINE: step.seconds - step.runner_seconds}
+        rest_of_runner = REST if seconds else UNSEEN
+        rest = {rest_of_runner: step.runner_seconds - sum(seconds.values()), ENGINE: step.seconds - step.runner_seconds}
         self.steps.append(StepProfile(step.prefill, step.work.tokens, {**seconds, **rest}, calls))
 
     def per_class(self, *, prefill: bool) -> list[dict[str, Any]]:
@@ -171,6 +174,16 @@ class Profile:
             }
             for kind, prefill in (("decode", False), ("prefill", True))
         }
+
+    def notes(self) -> list[str]:
+        """What the profile could not see."""
+        unseen = sum(UNSEEN in step.seconds for step in self.steps)
+        if not unseen:
+            return []
+        return [
+            f"{unseen} of {len(self.steps)} profiled steps were replayed as CUDA graphs, in which operations cannot be "
+            "timed: MINIPAGED_CUDA_GRAPHS=0 runs them one by one"
+        ]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from minipaged.bench.frame import Report
+    from minipaged.bench.report_header import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,9 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("CPU features", " ".join(machine["cpu_features"]) or "unknown"),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("threads", f"{report['threads']}, back end {report['backend']}, {report['dtype']} on {report['device']}"),
-        ("limits", limits if peak is None else f"{limits}; matrix products {peak:.0f} GFLOP/s"),
+        ("limits", limits if peak is None else f"{limits}; {report['matrix_probe']} {peak:.0f} GFLOP/s"),
         ("read probe", report["read_probe"]),
-        ("disturbance", f"{others}; {report['rounds']} rounds counted, {report['disturbed_rounds']} disturbed"),
+        ("noise", f"{others}; {report['rounds']} rounds counted, {report['noisy_rounds']} noisy"),
         ("model", report["model"]),
     ]
     if "workload" in report:

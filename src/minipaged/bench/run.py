@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minipaged.bench.frame import Report, cache_note, case_part, frame
 from minipaged.bench.limits import Limits, StepWork
 from minipaged.bench.measure import Run, Step, run_requests, warm_up
 from minipaged.bench.probes import Probes
 from minipaged.bench.profile import Profile, profiled
-from minipaged.bench.sitting import Sitting, sit
+from minipaged.bench.report_header import Report, cache_note, case_part, report_header
 from minipaged.bench.steps import seconds_per_step, step_plan, work_of
+from minipaged.bench.trials import Trials, run_trials
 from minipaged.bench.workloads import Workload, total_length
 from minipaged.kv.address import num_logical_blocks
 
@@ -39,7 +39,7 @@ class Bench:
         self.engine, self.model, self.threads = loaded.engine, loaded.model, loaded.threads
         progress("measuring the machine's limits")
         self.probes = Probes(threads=self.threads, device=str(self.model.device))
-        self.peak = self.probes.matrix_peak(self.model.dtype)
+        self.peak = self.probes.matrix_peak(self.model.dtype)  # operations per second, and what reached them
         kv_itemsize = loaded.caches[0].key_cache.dtype.itemsize
         self.limits = Limits(self.model.config, self.model.dtype.itemsize, kv_itemsize)
 
@@ -49,12 +49,12 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._llm.close()
 
-    def report(self, benchmark: str, sitting: Sitting[Any]) -> Report:
-        """The frame, and the engine's start-up summary."""
-        common = frame(
+    def report(self, benchmark: str, trials: Trials[Any]) -> Report:
+        """The header, and the engine's start-up summary."""
+        common = report_header(
             benchmark,
             self.source.name,
-            sitting,
+            trials,
             self.probes,
             self.peak,
             threads=self.threads,
@@ -92,8 +92,8 @@ def bench_workload(
         bench.progress(f"{workload.name}: run {next(numbers)}")
         return run_requests(bench.engine, workload.requests)
 
-    sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
-    report = bench.report(benchmark, sitting)
+    trials = run_trials(once, bench.probes.read_bandwidth, rounds=rounds)
+    report = bench.report(benchmark, trials)
     report |= {
         "workload": workload.name,
         "description": workload.description,
@@ -101,8 +101,8 @@ def bench_workload(
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": workload.output_tokens,
         "prefix_caching": bench.engine.block_manager.enable_prefix_caching,
-        **_figures(benchmark, sitting, bench),
-        "runs": [_run_part(sitting, index) for index in range(len(sitting.attempts))],
+        **_figures(benchmark, trials, bench),
+        "runs": [_run_part(trials, index) for index in range(len(trials.all))],
     }
     report["notes"] += cache_note(report["bytes_per_step"] or bench.limits.weight_bytes)
     if not profile:
@@ -111,44 +111,44 @@ def bench_workload(
     steps = Profile()
     with profiled(bench.engine) as backend:
         run_requests(bench.engine, workload.requests, on_step=lambda step: steps.add(step, *backend.take()))
-    return {**report, "profile": steps.to_dict()}, steps
+    return {**report, "profile": steps.to_dict(), "notes": report["notes"] + steps.notes()}, steps
 
 
-def _figures(benchmark: str, sitting: Sitting[Run], bench: Bench) -> Report:
-    limits, bandwidth, peak = bench.limits, sitting.probe, bench.peak
+def _figures(benchmark: str, trials: Trials[Run], bench: Bench) -> Report:
+    limits, bandwidth, peak = bench.limits, trials.probe, bench.peak[0]
     figures: Report = {}
     if benchmark == "throughput":
-        figures["output_tok_s"] = sitting.median(lambda r: r.output_tok_s)
+        figures["output_tok_s"] = trials.median(lambda r: r.output_tok_s)
     if benchmark == "prefill":
-        figures["prefill_tok_s"] = sitting.median(lambda r: r.prefill_tok_s)
-        figures["share_of_matrix_peak"] = sitting.median(lambda r: r.share_of_peak(limits, peak))
+        figures["prefill_tok_s"] = trials.median(lambda r: r.prefill_tok_s)
+        figures["share_of_matrix_peak"] = trials.median(lambda r: r.share_of_peak(limits, peak))
     else:
-        figures["decode_tok_s"] = sitting.median(lambda r: r.decode_tok_s)
+        figures["decode_tok_s"] = trials.median(lambda r: r.decode_tok_s)
     return figures | {
-        "ttft_s": sitting.median(lambda r: r.ttft_s),
-        "total_s": sitting.median(lambda r: r.seconds),
-        "steps": int(sitting.median(lambda r: len(r.steps))),
-        "bytes_per_step": round(sitting.median(lambda r: r.bytes_per_step(limits))),
-        "share_of_bandwidth": sitting.median(lambda r: r.share_of_bandwidth(limits, bandwidth)),
-        "share_of_limit": sitting.median(lambda r: r.share_of_limit(limits, bandwidth, peak)),
-        "share_outside_runner": sitting.median(lambda r: r.share_outside_runner),
-        "preemptions": int(sitting.median(lambda r: r.preemptions)),
-        "cached_tokens": int(sitting.median(lambda r: r.cached_tokens)),
+        "ttft_s": trials.median(lambda r: r.ttft_s),
+        "total_s": trials.median(lambda r: r.seconds),
+        "steps": int(trials.median(lambda r: len(r.steps))),
+        "bytes_per_step": round(trials.median(lambda r: r.bytes_per_step(limits))),
+        "share_of_bandwidth": trials.median(lambda r: r.share_of_bandwidth(limits, bandwidth)),
+        "share_of_limit": trials.median(lambda r: r.share_of_limit(limits, bandwidth, peak)),
+        "share_outside_runner": trials.median(lambda r: r.share_outside_runner),
+        "preemptions": int(trials.median(lambda r: r.preemptions)),
+        "cached_tokens": int(trials.median(lambda r: r.cached_tokens)),
     }
 
 
-def _run_part(sitting: Sitting[Run], index: int) -> Report:
-    attempt = sitting.attempts[index]
-    run = attempt.result
+def _run_part(trials: Trials[Run], index: int) -> Report:
+    trial = trials.all[index]
+    run = trial.result
     return {
         "decode_tok_s": run.decode_tok_s,
         "output_tok_s": run.output_tok_s,
         "prefill_tok_s": run.prefill_tok_s,
         "ttft_s": run.ttft_s,
         "total_s": run.seconds,
-        "other_cores": None if attempt.load is None else attempt.load.other_cores,
-        "read_bandwidth_gb_s": [attempt.before / 1e9, attempt.after / 1e9],
-        "counted": attempt in sitting.kept,
+        "other_cores": None if trial.load is None else trial.load.other_cores,
+        "read_bandwidth_gb_s": [trial.before / 1e9, trial.after / 1e9],
+        "counted": trial in trials.kept,
     }
 
 
@@ -202,15 +202,15 @@ def bench_step(
         return seconds
 
     once()  # buffers grow to their size
-    sitting = sit(once, bench.probes.read_bandwidth, rounds=rounds)
+    trials = run_trials(once, bench.probes.read_bandwidth, rounds=rounds)
     rows = []
     for name, (count, _, queries) in cases.items():
-        seconds = sitting.median(lambda r: r[name])  # noqa: B023 - called here and now
+        seconds = trials.median(lambda r: r[name])  # noqa: B023 - called here and now
         nbytes, flops = bench.limits.step_bytes(work[name]), bench.limits.step_flops(work[name])
-        row = case_part(name, seconds, nbytes, flops, sitting.probe, bench.peak)
+        row = case_part(name, seconds, nbytes, flops, trials.probe, bench.peak[0])
         rows.append({**row, "tok_s": count * queries / seconds})
     first = rows[0]
-    report = bench.report("step", sitting) | {
+    report = bench.report("step", trials) | {
         "headline": first["case"],
         "tok_s": first["tok_s"],
         "bytes_per_step": first["bytes"],
@@ -222,7 +222,7 @@ def bench_step(
     if not profile:
         return report, None
     steps = _profile_step(bench, next(iter(cases.values())))
-    return {**report, "profile": steps.to_dict()}, steps
+    return {**report, "profile": steps.to_dict(), "notes": report["notes"] + steps.notes()}, steps
 
 
 def _profile_step(bench: Bench, case: StepCase) -> Profile:

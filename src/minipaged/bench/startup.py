@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minipaged.bench.frame import Report, frame
 from minipaged.bench.probes import Probes
-from minipaged.bench.sitting import sit
+from minipaged.bench.report_header import Report, report_header
+from minipaged.bench.trials import run_trials
 from minipaged.threads import set_threads
 
 if TYPE_CHECKING:
@@ -166,21 +166,21 @@ def bench_startup(
             progress(f"start {next(numbers)}")
             return start_once(folder, options)
 
-        sitting = sit(once, probes.read_bandwidth, rounds=rounds)
-    facts, pool_bytes = sitting.attempts[0].result.facts, sitting.attempts[0].result.pool_bytes
+        trials = run_trials(once, probes.read_bandwidth, rounds=rounds)
+    facts, pool_bytes = trials.all[0].result.facts, trials.all[0].result.pool_bytes
     weight_bytes = _packed_bytes(source, facts["dtype"])
-    growths = [a.result.anonymous_growth for a in sitting.attempts]
+    growths = [a.result.anonymous_growth for a in trials.all]
     growth = max((g for g in growths if g is not None), default=None)
-    report = frame("startup", source.name, sitting, probes, None, **facts)
-    own_s = sitting.median(lambda r: r.own_s)
+    report = report_header("startup", source.name, trials, probes, None, **facts)
+    own_s = trials.median(lambda r: r.own_s)
     return report | {
         "own_s": own_s,
-        "import_torch_s": sitting.median(lambda r: r.torch_s),
-        "total_s": sitting.median(lambda r: r.total_s),
-        "load_s": sitting.median(lambda r: r.load_s),
-        "first_token_s": sitting.median(lambda r: r.token_s),
+        "import_torch_s": trials.median(lambda r: r.torch_s),
+        "total_s": trials.median(lambda r: r.total_s),
+        "load_s": trials.median(lambda r: r.load_s),
+        "first_token_s": trials.median(lambda r: r.token_s),
         # Weights are read from the page cache and written to their packed place, once each.
-        "share_of_limit": (file_bytes + weight_bytes) / sitting.probe / own_s,
+        "share_of_limit": (file_bytes + weight_bytes) / trials.probe / own_s,
         "weight_file_bytes": file_bytes,
         "packed_weight_bytes": weight_bytes,
         "kv_pool_bytes": pool_bytes,

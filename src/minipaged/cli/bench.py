@@ -16,8 +16,8 @@ from minipaged.cli.options import LLM_FLAGS, Flag, UsageError, usage_errors, wit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from minipaged.bench.frame import Report
     from minipaged.bench.profile import Profile
+    from minipaged.bench.report_header import Report
     from minipaged.bench.workloads import Workload
     from minipaged.model.source import ModelSource
 
@@ -32,7 +32,7 @@ KERNEL_FLAGS = tuple(
 )
 BENCH_FLAGS = (
     Flag("shape", str, None, "A published size with random weights, e.g. qwen3-0.6b; nothing is downloaded."),
-    Flag("rounds", int, 3, "Undisturbed runs wanted; at most twice as many are made."),
+    Flag("rounds", int, 3, "Quiet runs wanted; at most twice as many are made."),
     Flag("json", bool, False, "Print one JSON object and nothing else."),
     Flag("vs", Path, None, "Compare with this report, made earlier with --json."),
 )

@@ -9,7 +9,7 @@ from minipaged import cgroup
 from minipaged.bench.limits import Limits
 from minipaged.bench.machine import last_level_cache_bytes
 from minipaged.bench.probes import CACHES, LEAST_BUFFER, Probes
-from minipaged.bench.sitting import STEADY
+from minipaged.bench.trials import STEADY
 from minipaged.doctor.finding import Finding, State
 from minipaged.model.dtypes import resolve_dtype
 from minipaged.model.random_weights import QWEN3_SHAPES

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from minipaged import cgroup
-from minipaged.bench.disturbance import QUIET, LoadMeter
+from minipaged.bench.noise import QUIET, LoadMeter
 from minipaged.doctor.finding import NOTHING, Finding, State, unknown
 from minipaged.threads import available_processors, default_threads, openmp_threads
 

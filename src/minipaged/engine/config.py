@@ -21,7 +21,8 @@ class EngineStats:
     since the start. Blocks now: free + idle + in_use = total; shared is the part of in_use that more than one sequence
     holds, saved is how many blocks more there would have to be without sharing. prefix_query_tokens, prefix_hit_tokens:
     prompt tokens looked up and found, since the start. internal_fragmentation_tokens: slots of blocks in use that hold
-    no token, now.
+    no token, now. eviction_policy: the name of the one that serves; "lru (NAME failed: ...)" once one of the caller's
+    own has failed.
     """
 
     running: int
@@ -37,6 +38,7 @@ class EngineStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     internal_fragmentation_tokens: int
+    eviction_policy: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from minipaged.engine.config import EngineConfig, EngineStats
@@ -186,19 +185,16 @@ class Engine:
         try:
             self._stepping = True
             self._apply_commands(touched)
-            plan = self._schedule(touched)
+            plan = self.scheduler.schedule()
             if plan.rows:
                 self._execute(plan, touched)
-            elif self.scheduler.waiting and not self.scheduler.running and not self.scheduler.failed:
+            elif self.scheduler.waiting and not self.scheduler.running:
                 self._fail_stuck(touched)
         except BaseException:
             # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
             # true again.
             for sequence in list(self.scheduler.running):
-                try:
-                    self.scheduler.preempt(sequence)
-                except Exception:  # of an eviction policy or listener; the first error is the one to raise
-                    logger.exception("giving back the blocks of request %r failed", sequence.request.request_id)
+                self.scheduler.preempt(sequence)
             raise
         finally:
             self._stepping = False
@@ -217,16 +213,6 @@ class Engine:
                 self.scheduler.add(request.sequences[0])
             else:
                 self._end(request, "abort", None, touched)
-
-    def _schedule(self, touched: dict[Request, None]) -> StepPlan:
-        """The next plan. Requests for which a user's eviction policy or listener raised end with that error."""
-        plan = self.scheduler.schedule()
-        if not self.scheduler.failed:
-            return plan
-        for sequence, error in self.scheduler.failed.items():
-            self._fail(sequence.request, error, touched, trace=True)
-        rows = [row for row in plan.rows if not row.sequence.request.finished]
-        return replace(plan, rows=rows, num_tokens=sum([row.num_tokens for row in rows]))
 
     def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
         scheduled = self.clock()
@@ -275,7 +261,7 @@ class Engine:
             self.scheduler.fork(parent, fork)
         for sibling in row.sample_for:
             if sibling.finish_reason is not None:
-                self._remove(sibling)
+                self.scheduler.remove(sibling)
         if request.finished:
             self._forget(request, now)
 
@@ -300,7 +286,7 @@ class Engine:
         self, request: Request, error: str | Exception, touched: dict[Request, None], *, trace: bool = False
     ) -> None:
         """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""
-        message = request.note_failure(error)
+        message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         if not request.finished:  # each of its n rows may fail
             shown = trace and isinstance(error, Exception) and error
             logger.error("request %r failed: %s", request.request_id, message, exc_info=shown)
@@ -311,21 +297,9 @@ class Engine:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 sequence.finish(reason, error)
-            self._remove(sequence)
+            self.scheduler.remove(sequence)
         self._forget(request, self.clock())
         touched[request] = None
-
-    def _remove(self, sequence: Sequence) -> None:
-        """Take a sequence that is over out of the scheduler. A user's eviction policy or listener that raises while
-        its blocks go back makes it an error: the blocks are back nevertheless.
-        """
-        try:
-            self.scheduler.remove(sequence)
-        except Exception as error:
-            logger.exception("giving back the blocks of request %r failed", sequence.request.request_id)
-            message = sequence.request.note_failure(error)
-            if sequence.finish_reason != "error":
-                sequence.finish_reason, sequence.error = "error", message
 
     def _forget(self, request: Request, now: float) -> None:
         request.metrics.finished_time = now
@@ -393,4 +367,5 @@ class Engine:
             prefix_query_tokens=scheduler.prefix_query_tokens,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             internal_fragmentation_tokens=manager.internal_fragmentation_tokens(),
+            eviction_policy=manager.eviction_policy,
         )

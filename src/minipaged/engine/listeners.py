@@ -1,4 +1,4 @@
-"""What hangs on the block manager's events: several listeners at once, a journal on disk, poison for tests."""
+"""Listeners of block events that nobody depends on: a journal on disk, poison for tests."""
 
 from __future__ import annotations
 
@@ -12,29 +12,6 @@ if TYPE_CHECKING:
     from minipaged.kv import BlockEvent, PagedKVCache
 
 logger = logging.getLogger(__name__)
-
-Listener = Callable[["BlockEvent"], None]
-
-
-class FanOut:
-    """One listener that calls each of `listeners` in order; more may be appended while it is in use.
-
-    One that raises is logged and left out from then on: the block manager is in the middle of a change when it tells.
-    """
-
-    def __init__(self, *listeners: Listener) -> None:
-        self.listeners = list(listeners)
-
-    def __call__(self, event: BlockEvent) -> None:
-        failed = None
-        for listener in self.listeners:
-            try:
-                listener(event)
-            except Exception:
-                logger.exception("a listener of block events failed, and gets no more of them: %r", listener)
-                failed = listener
-        if failed is not None:
-            self.listeners.remove(failed)
 
 
 class Journal:

@@ -166,7 +166,6 @@ class Request:
     num_unfinished: int = field(init=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)
     num_cached_tokens: int | None = None
-    failure: Exception | None = None  # the first one that made its reason "error"
 
     def __post_init__(self) -> None:
         params, prompt = self.params, self.prompt_token_ids
@@ -200,13 +199,6 @@ class Request:
             return []
         leader.samples_with = (leader,)
         return [(leader, child) for child in siblings if child is not leader and child.finish_reason is None]
-
-    def note_failure(self, error: str | Exception) -> str:
-        """What is to be reported of it; the first exception is kept."""
-        if isinstance(error, str):
-            return error
-        self.failure = self.failure or error
-        return f"{type(error).__name__}: {error}"
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob]]) -> None:
         """Append what a chunk of prefill gave; the first prompt token has none."""

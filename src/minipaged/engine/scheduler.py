@@ -79,8 +79,6 @@ class Scheduler:
         self._on_release = on_release
         self._turn = 0
         self._rows: dict[Sequence, ScheduledSequence] = {}
-        self.failed: dict[Sequence, Exception] = {}
-        """Whose blocks a user's eviction policy or listener raised for in the last `schedule`; to be removed."""
 
     # ---- queues
 
@@ -107,7 +105,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
-        sequence.status = Status.FINISHED  # before the release, in which a user's policy or listener may raise
+        sequence.status = Status.FINISHED
         sequence.waits_for = None
         self._release(sequence)
 
@@ -122,12 +120,9 @@ class Scheduler:
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        try:
-            if sequence.sequence_id in self.manager.sequences:
-                self.manager.release_sequence(sequence.sequence_id)
-        finally:
-            # Also without blocks: a sibling may have been sampled before its fork.
-            self._on_release(sequence.sequence_id)
+        if sequence.sequence_id in self.manager.sequences:
+            self.manager.release_sequence(sequence.sequence_id)
+        self._on_release(sequence.sequence_id)  # without blocks too: a sibling may have been sampled before its fork
 
     # ---- one step
 
@@ -137,7 +132,6 @@ class Scheduler:
         Rows: those of one token first, then chunks, each by order.
         """
         self._rows = {}
-        self.failed = {}
         preemptions = self.num_preemptions
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -197,13 +191,7 @@ class Scheduler:
                 victim = self.running[-1]
                 if victim is sequence:
                     return 0
-                try:
-                    self.preempt(victim)
-                except Exception as error:
-                    self.failed[victim] = error
-            except Exception as error:
-                self.failed[sequence] = error
-                return 0
+                self.preempt(victim)
         self._rows[sequence] = ScheduledSequence(
             sequence,
             start,
@@ -228,12 +216,7 @@ class Scheduler:
             if self._waits_for_prefix(sequence):
                 position += 1
                 continue
-            try:
-                started = self._start(sequence, promised)
-            except Exception as error:
-                self.failed[sequence] = error
-                return
-            if not started:
+            if not self._start(sequence, promised):
                 return
             del self.waiting[position]
             seats -= sequence.seats

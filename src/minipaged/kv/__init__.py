@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from minipaged._lazy import lazy_exports
-from minipaged.errors import EvictionPolicyError, InvariantError, OutOfBlocksError, UnknownSequenceError
+from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv import address
 from minipaged.kv.block_manager import KVBlockManager, SequenceState
-from minipaged.kv.events import BlockEvent
+from minipaged.kv.events import BlockEvent, FanOut
 from minipaged.kv.eviction import EvictionPolicy, LeastFrequentlyUsed, LeastRecentlyUsed, RankedPolicy
 from minipaged.kv.prefix_index import PrefixKeys
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockEvent",
     "EvictionPolicy",
-    "EvictionPolicyError",
+    "FanOut",
     "InvariantError",
     "KVBlockManager",
     "LeastFrequentlyUsed",

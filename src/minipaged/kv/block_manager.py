@@ -23,7 +23,7 @@ from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceEr
 from minipaged.kv.address import num_logical_blocks, slot
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.events import Listener
-from minipaged.kv.eviction import EvictionPolicy, claim, make_policy
+from minipaged.kv.eviction import EvictionPolicy, claim, describe, make_policy
 from minipaged.kv.invariants import check
 from minipaged.kv.prefix_index import CommitState, Entry, PrefixKeys, check_salt, token_array
 
@@ -52,12 +52,13 @@ class KVBlockManager:
     enable_prefix_caching: keep the blocks that `commit_tokens` made findable after their owners are gone, until the
         space is needed.
     free_order: initial order of the free queue, a permutation of the block numbers; None = ascending.
-    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own (ValueError if another manager has it).
+    eviction_policy: "lru", "lfu" or an `EvictionPolicy` object of its own (ValueError if another manager has it). If
+        such an object fails, that is logged and "lru" serves from then on.
     listener: called with a `BlockEvent` for each change, when the operation that caused it is complete.
 
-    Every operation is O(1) per block concerned and all or nothing: if it raises, nothing has changed (unless it is
-    the listener, or the eviction policy with an EvictionPolicyError: then the operation is complete). Unknown sequence
-    ids raise UnknownSequenceError, a KeyError with the id.
+    Every operation takes O(1) per block concerned, plus what the eviction policy takes to choose, and is all or
+    nothing: if it raises, nothing has changed (unless it is the listener: then the operation is complete). Unknown
+    sequence ids raise UnknownSequenceError, a KeyError with the id.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class KVBlockManager:
         self.sequences: dict[int, SequenceState] = {}
         self._commits: dict[int, CommitState] = {}
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        self._pool = BlockPool(order, self.block_size, claim(make_policy(eviction_policy), self), listener)
+        self._pool = BlockPool(order, self.block_size, make_policy(eviction_policy), listener)
+        claim(eviction_policy, self)
 
     # --- how full the pool is ---
 
@@ -87,6 +89,11 @@ class KVBlockManager:
     def free_blocks(self) -> tuple[int, ...]:
         """Blocks that hold nothing, the next one first. O(num_physical_blocks): for people and tests."""
         return tuple(reversed(self._pool.free))
+
+    @property
+    def eviction_policy(self) -> str:
+        """Name of the policy that serves; "lru (NAME failed: ...)" once one of the caller's own has failed."""
+        return describe(self._pool.policy)
 
     @property
     def num_free_blocks(self) -> int:
@@ -244,10 +251,7 @@ class KVBlockManager:
     # --- single blocks ---
 
     def allocate_block(self) -> int:
-        """A block for the caller's own use (ref_count 1) until `free_block`. OutOfBlocksError if none is available.
-
-        If the eviction policy fails, the block is back in the pool: nobody knows its number.
-        """
+        """A block for the caller's own use (ref_count 1) until `free_block`. OutOfBlocksError if none is available."""
         self._check_room(1, "allocate_block")
         return self._pool.take_for_caller()
 
@@ -311,7 +315,7 @@ class KVBlockManager:
         for logical, block in enumerate(table):
             if self._pool.share(block):
                 self._num_tokens += self.block_size
-            self._pool.ask_policy(self._pool.policy.hit, block)
+            self._pool.policy.hit(block)
             self._pool.emit("share", block, sequence_id, logical)
         state = self._add_sequence(sequence_id, table, commit, commit.committed)
         self._pool.tell()

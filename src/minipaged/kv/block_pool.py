@@ -7,17 +7,14 @@
       cached       v    |
                   IDLE (cached, ref_count 0) -- evicted when the free queue is empty --> taken
 
-All operations are O(1) (eviction: plus what the policy needs).
+O(1) per block, plus what the policy takes to choose; rarely more, where a comment says so (`_expose_candidate`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
 
-from minipaged.errors import EvictionPolicyError
 from minipaged.kv.events import BlockEvent, EventKind, Listener
 from minipaged.kv.eviction import EvictionPolicy
 from minipaged.kv.prefix_index import Entry, PrefixIndex
@@ -80,8 +77,6 @@ class BlockPool:
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
         self._listener = listener
         self._events: list[BlockEvent] = []  # of the operation that is running
-        self._policy_error: EvictionPolicyError | None = None  # in the operation that is running
-        self._first_policy_error: str | None = None  # ever
         self._releases = 0
 
     def emit(
@@ -97,20 +92,18 @@ class BlockPool:
             self._events.append(BlockEvent(kind, block, sequence, index, source))
 
     def tell(self) -> None:
-        """The operation is over: the listener hears of all its events. The first exception of the policy, or else of
-        the listener, is raised after the last.
+        """The operation is over: the listener hears of all its events, whatever it raises; the first exception comes
+        out afterwards.
         """
-        if not self._events and self._policy_error is None:
+        if self._listener is None or not self._events:
             return
         events, self._events = self._events, []
-        failure: BaseException | None
-        failure, self._policy_error = self._policy_error, None
+        failure: BaseException | None = None
         for event in events:
             try:
-                assert self._listener is not None  # else there is no event
                 self._listener(event)
             except BaseException as error:  # Ctrl-C too: a mirror of the tables must not miss an event
-                failure = error if failure is None else failure
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -132,16 +125,11 @@ class BlockPool:
         return self._own(self.free.pop() if self.free else self._evict())
 
     def take_for_caller(self) -> int:
-        """`take` as an operation of its own. If the policy fails, the block goes back: nobody knows its number."""
+        """`take` as an operation of its own."""
         block = self.take()
         self.held.add(block)
         self.emit("allocate", block)
-        try:
-            self.tell()
-        except EvictionPolicyError:
-            with suppress(Exception):  # of the listener: the first error is the one to raise
-                self.give_back_by_caller(block)
-            raise
+        self.tell()
         return block
 
     def take_destination(self) -> int:
@@ -228,7 +216,7 @@ class BlockPool:
         """Make a full block in use findable after `parent`'s history."""
         entry = self.index.insert(parent, salt, tokens, block)
         self.entry_of[block] = entry
-        self.ask_policy(self.policy.insert, block)
+        self.policy.insert(block)
         if parent is not None and parent.block in self.candidates:
             self._set_candidate(parent.block, False)
         return entry
@@ -250,42 +238,15 @@ class BlockPool:
             entry = self.entry_of[block]
             assert entry is not None
             self.candidates.add(block)
-            self.ask_policy(self.policy.add, block, entry.released)
+            self.policy.add(block, entry.released)
         else:
             self.candidates.remove(block)
-            self.ask_policy(self.policy.remove, block)
-
-    def ask_policy(self, call: Callable[..., Any], *arguments: int) -> Any:
-        """A call of the user's policy. If it raises, the operation goes on, so that no block is lost half way, and
-        `tell` raises an EvictionPolicyError for the first such error; None then.
-        """
-        try:
-            return call(*arguments)
-        except Exception as error:
-            self._note_policy_error(f"{type(error).__name__}: {error}", error)
-            return None
-
-    def _note_policy_error(self, what: str, cause: Exception | None = None) -> None:
-        if self._policy_error is not None:
-            return
-        first, name = self._first_policy_error, type(self.policy).__name__
-        if first is None:
-            self._first_policy_error = what
-            message = f"eviction_policy {name} failed ({what})"
-        else:  # its order may miss blocks since then: name the cause, not only what follows from it
-            message = f"eviction_policy {name} failed again ({what}), after its first error ({first})"
-        self._policy_error = EvictionPolicyError(message)
-        self._policy_error.__cause__ = cause
+            self.policy.remove(block)
 
     def _evict(self) -> int:
         if not self.candidates:
             self._expose_candidate()
-        block: int = self.ask_policy(self.policy.evict)
-        if block not in self.candidates:
-            self._note_policy_error(
-                f"evict() returned {block!r}, which is not one of the {len(self.candidates)} candidates"
-            )
-            block = next(block for block in self.idle if block in self.candidates)  # the operation needs one
+        block = self.policy.evict()
         entry = self.entry_of[block]
         assert entry is not None
         self.candidates.remove(block)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+logger = logging.getLogger(__name__)
 
 EventKind: TypeAlias = Literal["allocate", "share", "copy", "commit", "evict", "free"]
 
@@ -43,3 +46,24 @@ events, and the first exception comes out of the operation instead of its result
 `slot_of` and `ref_count` tell what the result would have told. Only `take_block_copies` hands nothing out then, so that
 no copy is lost: call it again.
 """
+
+
+class FanOut:
+    """One listener made of several: `required`, whose exceptions pass, and `listeners`, to which any may be appended.
+
+    Kernels read what `required` keeps, so an operation whose event it did not take has failed. One of `listeners` that
+    raises is logged and left out from then on: nobody's result depends on it.
+    """
+
+    def __init__(self, required: Listener, *listeners: Listener) -> None:
+        self.required = required
+        self.listeners = list(listeners)
+
+    def __call__(self, event: BlockEvent) -> None:
+        self.required(event)
+        for listener in self.listeners[:]:
+            try:
+                listener(event)
+            except Exception:
+                logger.exception("a listener of block events failed, and gets no more of them: %r", listener)
+                self.listeners.remove(listener)

@@ -25,9 +25,14 @@ forgets old fame (each hit is worth as much as having been released 1000 release
 from __future__ import annotations
 
 import gc
+import logging
 from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
+
+from minipaged.arguments import as_int
+
+logger = logging.getLogger(__name__)
 
 
 class EvictionPolicy(Protocol):
@@ -122,9 +127,66 @@ class LeastFrequentlyUsed(RankedPolicy):
 _BUILT_IN: dict[str, type[RankedPolicy]] = {"lru": LeastRecentlyUsed, "lfu": LeastFrequentlyUsed}
 
 
+class GuardedPolicy:
+    """A user's policy for as long as it works. At its first error, which is logged, LRU takes over for good.
+
+    An error is an exception, or an answer of `evict` that is none of the candidates. The pool never notices: a policy
+    only orders what may go, so any other order is right as well.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._released: dict[int, int] = {}  # candidate -> what `add` said of it: all that LRU needs to take over
+        self.description = type(policy).__name__
+
+    def insert(self, block: int) -> None:
+        """See `EvictionPolicy`."""
+        self._ask("insert", block)
+
+    def hit(self, block: int) -> None:
+        """See `EvictionPolicy`."""
+        self._ask("hit", block)
+
+    def add(self, block: int, released: int) -> None:
+        """See `EvictionPolicy`."""
+        self._released[block] = released
+        self._ask("add", block, released)
+
+    def remove(self, block: int) -> None:
+        """See `EvictionPolicy`."""
+        del self._released[block]
+        self._ask("remove", block)
+
+    def evict(self) -> int:
+        """See `EvictionPolicy`."""
+        answer = self._ask("evict")
+        block = as_int(answer)
+        if block not in self._released:
+            self._take_over(f"evict() returned {answer!r}, which is not one of the {len(self._released)} candidates")
+            block = self._policy.evict()
+        del self._released[block]
+        return block
+
+    def _ask(self, method: str, *arguments: int) -> Any:
+        try:
+            return getattr(self._policy, method)(*arguments)
+        except Exception as error:
+            self._take_over(f"{method}() raised {type(error).__name__}: {error}", error)
+            return self._policy.evict() if method == "evict" else None
+
+    def _take_over(self, what: str, error: Exception | None = None) -> None:
+        name = type(self._policy).__name__
+        logger.error("eviction_policy %s failed, lru serves from now on: %s", name, what, exc_info=error)
+        self.description = f"lru ({name} failed: {what})"
+        self._policy = LeastRecentlyUsed()
+        for block, released in self._released.items():
+            self._policy.add(block, released)
+
+
 def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
-    """A fresh built-in policy by name, or the object itself. ValueError for an unknown name, TypeError for what is no
-    policy.
+    """A fresh built-in policy by name, or the object itself behind a `GuardedPolicy`.
+
+    ValueError for an unknown name, TypeError for what is no policy.
     """
     if isinstance(policy, str):
         if policy not in _BUILT_IN:
@@ -136,7 +198,14 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
     if missing or isinstance(policy, type):
         what = "a class, pass an instance" if isinstance(policy, type) else f"without {', '.join(missing)}()"
         raise TypeError(f"eviction_policy must be a name or an EvictionPolicy, got {policy!r} ({what})")
-    return policy
+    return GuardedPolicy(policy)
+
+
+def describe(policy: EvictionPolicy) -> str:
+    """The name of the policy that serves, and of one that failed before it."""
+    if isinstance(policy, GuardedPolicy):
+        return policy.description
+    return next(name for name, kind in _BUILT_IN.items() if type(policy) is kind)
 
 
 _MANAGER_OF: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -144,8 +213,10 @@ _MANAGER_OF: WeakValueDictionary[int, Any] = WeakValueDictionary()
 referable."""
 
 
-def claim(policy: EvictionPolicy, manager: object) -> EvictionPolicy:
-    """`policy` serves `manager` from now on; returns it. ValueError if another one that is still alive has it."""
+def claim(policy: str | EvictionPolicy, manager: object) -> None:
+    """A policy object serves `manager` from now on. ValueError if another one that is still alive has it."""
+    if isinstance(policy, str):
+        return
     if id(policy) in _MANAGER_OF:
         gc.collect()  # an engine that nobody has any more may still hold it
     if id(policy) in _MANAGER_OF:
@@ -154,4 +225,3 @@ def claim(policy: EvictionPolicy, manager: object) -> EvictionPolicy:
             "give each its own object"
         )
     _MANAGER_OF[id(policy)] = manager
-    return policy

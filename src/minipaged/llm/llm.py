@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minipaged.arguments import check_keywords, hinting
 from minipaged.engine.engine import Engine
-from minipaged.errors import EvictionPolicyError
 from minipaged.llm.loading import LoadedEngine, load_engine
 from minipaged.llm.options import EngineOptions
 from minipaged.outputs import CompletionOutput, RequestOutput
@@ -126,8 +125,7 @@ class LLM:
         prompts: a string, token ids, or a list of either. sampling_params: for all, or one per prompt; None = the
         model's defaults.
         use_tqdm: a progress bar on stderr. ValueError for any prompt that cannot run (RequestTooLargeError if it is too
-        long): then none of them has run. An exception, Ctrl-C included, ends all of them and frees their blocks; only
-        EvictionPolicyError, for a policy of your own that fails, comes after all have ended and holds their outputs.
+        long): then none of them has run. An exception, Ctrl-C included, ends all of them and frees their blocks.
         """
         requests = [self._prepare(prompt, params) for prompt, params in _paired(_listed(prompts), sampling_params)]
         return self._run(requests, use_tqdm)
@@ -268,15 +266,7 @@ class LLM:
                         bar(output)
                 if len(results) < len(requests):
                     self._step()
-        outputs = [results[request.request_id] for request in requests]
-        failures = [r.failure for r in requests if isinstance(r.failure, EvictionPolicyError)]
-        if failures:
-            raise EvictionPolicyError(
-                f"{failures[0]}: {len(failures)} of {len(requests)} requests ended with it; the outputs of all are in "
-                "this exception's `outputs`",
-                outputs,
-            ) from failures[0]
-        return outputs
+        return [results[request.request_id] for request in requests]
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         given = [CompletionOutput(index) for index in range(request.params.n)]

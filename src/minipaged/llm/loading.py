@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from minipaged import cgroup
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
-from minipaged.engine.listeners import FanOut, Journal
-from minipaged.kv import KVBlockManager, PagedKVCache
+from minipaged.engine.listeners import Journal
+from minipaged.kv import FanOut, KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.llm.memory import (
     CPU_MEMORY_SHARE,

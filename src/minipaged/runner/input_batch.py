@@ -29,7 +29,7 @@ class BlockTables:
     """A mirror of the block manager's tables, int32 [rows, width]: one row per sequence that holds blocks.
 
     `on_event` is the manager's listener; `release` gives rows back (a sequence that shares all its blocks leaves no
-    event behind).
+    event behind). Both dimensions grow on demand: whatever the manager does has a place here.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
@@ -43,7 +43,10 @@ class BlockTables:
             row = self._row_of.get(event.sequence)
             if row is None:
                 row = self._row_of[event.sequence] = self._take_row()
-            self.table[row, event.logical_index] = event.block
+            index = event.logical_index or 0
+            if index >= self.table.shape[1]:
+                self.table = np.pad(self.table, ((0, 0), (0, index + 1)))
+            self.table[row, index] = event.block
 
     def rows(self, sequence_ids: Iterable[int]) -> list[int]:
         """Row number of each sequence. KeyError for one that holds no block."""

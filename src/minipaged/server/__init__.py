@@ -3,7 +3,7 @@
 middleware.py   who may come in, one log line per request
 app.py          the routes          protocol.py   what a body may hold
 completions.py  chat.py             from a body to requests, from outputs to JSON or events
-tools.py  guided.py                 what is made of, and asked of, the text
+guided.py                           what is asked of the text
 service.py      admission, worker threads, the requests of one call
 metrics.py  probes.py  lifecycle.py  what an operator needs
 """

@@ -15,8 +15,8 @@ from minipaged.server.logprobs import chat_logprobs
 from minipaged.server.protocol import ChatBody, ChatMessage, Tool, parse
 from minipaged.server.sampling import checked_logprobs, sampling_params
 from minipaged.server.service import Delta, Service, note, stream_events, usage
-from minipaged.server.tools import ToolCall, ToolCallParser
 from minipaged.text.reasoning import ReasoningSplitter, Thinking, thinking_after
+from minipaged.text.tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
     from minipaged.engine import CompletionOutput, Logprob, RequestOutput

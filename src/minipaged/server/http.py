@@ -28,7 +28,11 @@ the connection closes may never see the answer."""
 
 def encode(content: Any) -> bytes:
     """Compact JSON. ValueError for NaN and infinity, which JSON does not have."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model can write: JSON has it as an escape only
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
 def event(content: Any) -> bytes:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.bench import sitting
-from minipaged.bench.disturbance import Load, LoadMeter
-from minipaged.bench.sitting import sit
+from minipaged.bench import trials
+from minipaged.bench.noise import Load, LoadMeter
+from minipaged.bench.trials import run_trials
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
             taken = planned.pop(0) if planned else 0.0
             return None if taken is None else Load(2.0, taken)
 
-    monkeypatch.setattr(sitting, "LoadMeter", Meter)
-    monkeypatch.setattr(sitting, "RETRIES", 2)
+    monkeypatch.setattr(trials, "LoadMeter", Meter)
+    monkeypatch.setattr(trials, "RETRIES", 2)
     return planned
 
 
@@ -33,41 +33,41 @@ def numbers(*values: float) -> Iterator[float]:
 
 def test_quiet_runs_stand_between_probes(loads: list[float | None]) -> None:
     probes, results = numbers(40, 41, 42, 44), numbers(1, 5, 3)
-    done = sit(lambda: next(results), lambda: next(probes), rounds=3)
+    done = run_trials(lambda: next(results), lambda: next(probes), rounds=3)
     assert done.probes == [40, 41, 42, 44]
     assert done.probe == 41.5
     assert done.spread == pytest.approx(4 / 41.5)
     assert done.median(float) == 3
-    assert done.disturbed == 0
+    assert done.noisy == 0
     assert done.other_cores == 0.0
 
 
 def test_disturbed_runs_are_repeated_and_not_counted(loads: list[float | None]) -> None:
     loads += [0.11, 0.1, None]  # too much, just tolerable, unknown
     results = numbers(100, 2, 4)
-    done = sit(lambda: next(results), lambda: 40.0, rounds=2)
-    assert [a.quiet for a in done.attempts] == [False, True, True]
+    done = run_trials(lambda: next(results), lambda: 40.0, rounds=2)
+    assert [a.quiet for a in done.all] == [False, True, True]
     assert done.median(float) == 3
-    assert done.disturbed == 1
+    assert done.noisy == 1
 
 
 def test_a_moving_limit_disturbs_too(loads: list[float | None]) -> None:
     probes, results = numbers(40, 47, 47, 47), numbers(1, 2, 3)
-    done = sit(lambda: next(results), lambda: next(probes), rounds=2)
-    assert [a.quiet for a in done.attempts] == [False, True, True]
+    done = run_trials(lambda: next(results), lambda: next(probes), rounds=2)
+    assert [a.quiet for a in done.all] == [False, True, True]
 
 
 def test_if_no_run_is_quiet_all_count_and_the_number_is_bounded(loads: list[float | None]) -> None:
     loads += [1.0] * 10
-    done = sit(lambda: 1, lambda: 40.0, rounds=3)
-    assert len(done.attempts) == 6
-    assert done.kept == list(done.attempts)
-    assert done.disturbed == 6
+    done = run_trials(lambda: 1, lambda: 40.0, rounds=3)
+    assert len(done.all) == 6
+    assert done.kept == list(done.all)
+    assert done.noisy == 6
 
 
 def test_rounds_must_be_positive() -> None:
     with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
-        sit(lambda: 1, lambda: 1.0, rounds=0)
+        run_trials(lambda: 1, lambda: 1.0, rounds=0)
 
 
 def write_proc(root: Path, busy: int, own: int, child: int, stranger: int) -> None:

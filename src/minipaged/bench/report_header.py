@@ -1,12 +1,12 @@
-"""The parts that reports of all benchmarks share: limits, disturbance, and one row of a table of cases."""
+"""The parts that reports of all benchmarks share: limits, noise, and one row of a table of cases."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minipaged.bench.disturbance import QUIET
 from minipaged.bench.machine import last_level_cache_bytes, machine_facts, versions
-from minipaged.bench.sitting import STEADY, Sitting
+from minipaged.bench.noise import QUIET
+from minipaged.bench.trials import STEADY, Trials
 
 if TYPE_CHECKING:
     from minipaged.bench.probes import Probes
@@ -14,36 +14,38 @@ if TYPE_CHECKING:
 Report = dict[str, Any]
 
 
-def frame(
+def report_header(
     benchmark: str,
     model: str,
-    sitting: Sitting[Any],
+    trials: Trials[Any],
     probes: Probes,
-    peak: float | None,
+    peak: tuple[float, str] | None,
     *,
     threads: int,
     backend: str,
     dtype: str,
     device: str,
 ) -> Report:
-    """What every report says. peak: operations per second of matrix products, None = not measured."""
+    """What every report says. peak: operations per second of matrix products and what reached them, None = not
+    measured."""
     return {
         "benchmark": benchmark,
         "model": model,
-        "read_bandwidth_gb_s": sitting.probe / 1e9,
-        "read_bandwidth_spread": sitting.spread,
+        "read_bandwidth_gb_s": trials.probe / 1e9,
+        "read_bandwidth_spread": trials.spread,
         "read_probe": probes.method,
-        "matrix_peak_gflop_s": None if peak is None else peak / 1e9,
-        "other_cores": sitting.other_cores,
-        "rounds": len(sitting.kept),
-        "disturbed_rounds": sitting.disturbed,
+        "matrix_peak_gflop_s": None if peak is None else peak[0] / 1e9,
+        "matrix_probe": None if peak is None else peak[1],
+        "other_cores": trials.other_cores,
+        "rounds": len(trials.kept),
+        "noisy_rounds": trials.noisy,
         "threads": threads,
         "backend": backend,
         "dtype": dtype.removeprefix("torch."),
         "device": device,
         "machine": machine_facts(device),
         "versions": versions(),
-        "notes": _disturbance_note(sitting),
+        "notes": _noise_note(trials),
     }
 
 
@@ -74,10 +76,10 @@ def cache_note(nbytes: int) -> list[str]:
     ]
 
 
-def _disturbance_note(sitting: Sitting[Any]) -> list[str]:
-    if sitting.disturbed < len(sitting.attempts):
+def _noise_note(trials: Trials[Any]) -> list[str]:
+    if trials.noisy < len(trials.all):
         return []
     return [
-        f"every run was disturbed (others took more than {QUIET} cores, or read bandwidth moved by more than "
+        f"every run was noisy (others took more than {QUIET} cores, or read bandwidth moved by more than "
         f"{STEADY:.0%}): measure again on a quiet machine"
     ]
