@@ -63,7 +63,10 @@ class Engine:
         self.clock = clock
         self.max_model_len = config.max_model_len or self.room_for(0)
         release = getattr(runner, "release", None)
-        self.scheduler = Scheduler(block_manager, config, (lambda sid: release([sid])) if release else lambda sid: None)
+        self._sequence_ids = itertools.count()
+        self.scheduler = Scheduler(
+            block_manager, config, self._sequence_ids, (lambda sid: release([sid])) if release else lambda sid: None
+        )
         self.batch_invariant = config.batch_invariant
         """Logits are bit-identical whatever else is in the batch."""
         self.num_steps = 0
@@ -78,7 +81,6 @@ class Engine:
         self._commands: deque[tuple[str, Request]] = deque()
         self._live: dict[str, Request] = {}
         self._serials = itertools.count()
-        self._sequence_ids = itertools.count()
 
     # ---- requests, from any thread
 

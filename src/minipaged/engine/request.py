@@ -37,7 +37,7 @@ class Sequence:
     to its own sequences.
     """
 
-    sequence_id: int  # unique in the engine, never reused
+    sequence_id: int  # unique in the manager while it holds blocks, never reused by the engine
     index: int  # which of the n
     token_ids: list[int]  # prompt, then generated tokens; only ever appended to
     num_prompt_tokens: int

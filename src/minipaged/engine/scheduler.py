@@ -37,7 +37,7 @@ max_num_batched_tokens) steps between turns. Induction over the order does the r
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -63,10 +63,16 @@ PROMPT_LOGPROBS_CHUNK = 64
 class Scheduler:
     """Owns the queues and drives the block manager.
 
-    `on_release(sequence_id)` is called whenever a sequence loses its blocks.
+    sequence_ids: unused numbers. on_release: called with a sequence's number whenever it loses its blocks.
     """
 
-    def __init__(self, manager: KVBlockManager, config: EngineConfig, on_release: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        manager: KVBlockManager,
+        config: EngineConfig,
+        sequence_ids: Iterator[int],
+        on_release: Callable[[int], None],
+    ) -> None:
         self.manager = manager
         self.max_num_seqs = config.max_num_seqs
         self.token_budget = config.max_num_batched_tokens
@@ -76,6 +82,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self._sequence_ids = sequence_ids
         self._on_release = on_release
         self._turn = 0
         self._rows: dict[Sequence, ScheduledSequence] = {}
@@ -93,11 +100,18 @@ class Scheduler:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` starts running with everything that `parent` has in memory, sharing its blocks."""
+        self._claim_id(child)
         self.manager.fork_sequence(parent.sequence_id, child.sequence_id)
         child.num_computed = parent.num_computed
         child.num_committed = parent.num_committed
         child.status = Status.RUNNING
         insort(self.running, child, key=_ORDER)
+
+    def _claim_id(self, sequence: Sequence) -> None:
+        """Another number, if somebody who uses the manager beside the engine has taken this one."""
+        while sequence.sequence_id in self.manager.sequences:
+            self._on_release(sequence.sequence_id)
+            sequence.sequence_id = next(self._sequence_ids)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is over, in whatever state it is: take it out of its queue, give its blocks back."""
@@ -235,6 +249,7 @@ class Scheduler:
         spare = free_before - (promised + self.watermark_blocks if self.running else 0)
         if self.running and spare < sequence.blocks_wanted:
             return False  # what an earlier attempt found out: the prefix is not looked up again at every step
+        self._claim_id(sequence)
         if keys is not None:
             state = manager.create_sequence_from_prefix(sequence.sequence_id, keys)
         else:
