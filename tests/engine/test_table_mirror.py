@@ -70,7 +70,7 @@ def test_foreign_sequences_with_ids_that_the_engine_will_need(tiny_folder: Path,
             if number == 4:
                 llm.engine.scheduler.preempt(llm.engine.scheduler.running[-1])
             for got, completion in zip(tokens, output.outputs, strict=True):
-                got += completion.token_ids
+                got.extend(completion.token_ids)
         assert tokens == wanted
         assert {i: state.block_table for i, state in manager.sequences.items()} == foreign
         assert not llm.engine.runner.sampler._counts  # type: ignore[attr-defined]
