@@ -55,7 +55,7 @@ class TokenCounts:
 
 
 def needs_edit(sequence: Sequence) -> bool:
-    """Whether this sequence's next token is drawn from changed logits."""
+    """Whether this sequence's next token is sampled from changed logits."""
     params = sequence.params
     return (
         params.penalised
