@@ -41,9 +41,20 @@ class ModelDefaults(Protocol):
         ...
 
     @property
+    def min_p(self) -> float | None:
+        """None = not stated: 0, which changes nothing."""
+        ...
+
+    @property
     def repetition_penalty(self) -> float | None:
         """None = not stated: 1, which changes nothing."""
         ...
+
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""What the fields that a model's generation_config may fill in are without one."""
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+MOST_URGENT = 1 << 31  # a priority: far beyond any that waiting can make up for
 
 
 @hinting
@@ -51,9 +62,9 @@ class ModelDefaults(Protocol):
 class SamplingParams:
     """Sampling parameters of one request. ValueError on creation names the field, the value and the range.
 
-    None means the model's generation_config, else the neutral value, for `temperature` (1), `top_p` (1), `top_k` (off)
-    and `repetition_penalty` (1). Numbers may be numpy scalars; bools and strings are not numbers; NaN and infinity are
-    refused.
+    None means the model's generation_config, else the neutral value, for `temperature` (1), `top_p` (1), `top_k` (off),
+    `min_p` (0) and `repetition_penalty` (1). Numbers may be numpy scalars; bools and strings are not numbers; what is
+    not finite in float32, in which logits are computed, is refused.
 
     n: how many texts per prompt. Child i draws its own random numbers; under greedy decoding all n texts are equal.
     temperature: >= 0. 0 = greedy: the most likely token, the lowest id among equals.
@@ -90,7 +101,7 @@ class SamplingParams:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    min_p: float = 0.0
+    min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -117,7 +128,7 @@ class SamplingParams:
         self._check_float("temperature", 0.0, optional=True)
         self._check_float("top_p", 0.0, 1.0, optional=True)
         self._check_int("top_k", -1, optional=True)
-        self._check_float("min_p", 0.0, 1.0)
+        self._check_float("min_p", 0.0, 1.0, optional=True)
         self._check_int("seed", None, optional=True)
         self._check_int("max_tokens", 1, optional=True)
         self._check_int("min_tokens", 0)
@@ -128,6 +139,8 @@ class SamplingParams:
         self._check_float("repetition_penalty", 1e-6, 1e6, optional=True)
         self._check_float("length_penalty", -math.inf)
         self._check_int("priority", None)
+        if abs(self.priority) > MOST_URGENT:
+            raise ValueError(f"priority must be from {-MOST_URGENT} to {MOST_URGENT}, got {self.priority}")
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -144,6 +157,8 @@ class SamplingParams:
             )
         if self.beam_width is not None:
             raise ValueError(f"beam_width must be None, got {self.beam_width!r}: beam search does not exist yet; use n")
+        if self.length_penalty != 1.0:
+            raise ValueError(f"length_penalty = {self.length_penalty} needs beam search, which does not exist yet")
 
     @property
     def greedy(self) -> bool:
@@ -173,7 +188,7 @@ class SamplingParams:
         `max_tokens` None. ValueError if `min_tokens` does not fit, or if a default is out of range.
         """
         filled: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        for name, neutral in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
+        for name, neutral in NEUTRAL.items():
             if filled[name] is None:
                 default = getattr(defaults, name) if defaults is not None else None
                 filled[name] = neutral if default is None else default
@@ -184,11 +199,12 @@ class SamplingParams:
         return resolved
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """ValueError if `logit_bias` names ids outside the vocabulary or more log-probabilities are asked for than it
-        has."""
-        for token_id in self.logit_bias or ():
-            if token_id >= vocab_size:
-                raise ValueError(f"logit_bias holds token id {token_id}, outside the vocabulary of {vocab_size}")
+        """ValueError if `logit_bias` or `stop_token_ids` names ids outside the vocabulary, or if more log-probabilities
+        are asked for than it has."""
+        for name in ("logit_bias", "stop_token_ids"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} holds token id {token_id}, outside the vocabulary of {vocab_size}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) > vocab_size:
                 raise ValueError(
@@ -214,7 +230,7 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not _is_number(value) or not low <= value <= high:
+        if not _is_number(value) or not low <= value <= high or abs(value) > LARGEST_FLOAT32:
             limits = [f"from {low:g}"] if low > -math.inf else []
             limits += [f"to {high:g}"] if high < math.inf else []
             wanted = " ".join(["a finite number", *limits]) + (" or left out" if optional else "")
@@ -258,4 +274,9 @@ class SamplingParams:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond any float
+        return False

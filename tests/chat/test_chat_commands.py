@@ -71,7 +71,7 @@ def test_every_sampling_flag_but_n_can_be_set_in_the_chat() -> None:
         ("/set temperature 0.7", "temperature", 0.7),
         ("/set top_k 5", "top_k", 5),
         ("/set top_k default", "top_k", None),
-        ("/set min_p default", "min_p", 0.0),
+        ("/set min_p default", "min_p", None),
         ("/set ignore_eos true", "ignore_eos", True),
         ("/set stop END", "stop", ("END",)),
         ('/set stop ["a b", "\\n\\n"]', "stop", ("a b", "\n\n")),

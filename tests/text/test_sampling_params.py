@@ -12,7 +12,7 @@ import pytest
 from minipaged.sampling_params import SamplingParams
 
 DEFAULTS = SimpleNamespace(
-    eos_token_ids=(300, 301), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1, min_p=None
+    eos_token_ids=(300, 301), temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.1, min_p=0.05
 )
 
 
@@ -20,10 +20,10 @@ DEFAULTS = SimpleNamespace(
     ("name", "values"),
     [
         ("n", [0, -1, 1.0, True, "2", None]),
-        ("temperature", [-0.1, math.nan, math.inf, "0.5", True]),
+        ("temperature", [-0.1, math.nan, math.inf, "0.5", True, 1e39, 10**400]),
         ("top_p", [-0.1, 1.1, math.nan, "1", False]),
         ("top_k", [-2, 1.5, "3", True]),
-        ("min_p", [-0.1, 1.01, math.nan, None]),
+        ("min_p", [-0.1, 1.01, math.nan, "0.1"]),
         ("seed", [1.5, "7", True]),
         ("max_tokens", [0, -1, 2.0, "5", True]),
         ("min_tokens", [-1, None, 0.5]),
@@ -36,7 +36,7 @@ DEFAULTS = SimpleNamespace(
             "logit_bias",
             [{-1: 1.0}, {1: math.nan}, {1: 101}, {"1": 1.0}, {1: "2"}, {True: 1.0}, [(1, 2)], {1: -math.inf}],
         ),
-        ("presence_penalty", [-2.1, 2.1, math.inf, None]),
+        ("presence_penalty", [-2.1, 2.1, math.inf, None, 10**400]),
         ("frequency_penalty", [-2.1, 2.1, "0"]),
         ("repetition_penalty", [0, -1.0, math.inf, 1e-40, 9e-7, 1.1e6, 1e40]),
         ("skip_special_tokens", [None, 0]),
@@ -44,8 +44,8 @@ DEFAULTS = SimpleNamespace(
         ("include_stop_str_in_output", [1]),
         ("token_mask", [[True], 1]),
         ("beam_width", [2, 0]),
-        ("length_penalty", [math.nan, "1"]),
-        ("priority", [0.5, None, True]),
+        ("length_penalty", [math.nan, "1", 2.0, 0]),
+        ("priority", [0.5, None, True, 2**31 + 1, -(2**40)]),
     ],
 )
 def test_every_field_is_checked_and_named_c33_c34(name: str, values: list[object]) -> None:
@@ -115,11 +115,12 @@ def test_unknown_fields_and_later_changes_are_refused() -> None:
 def test_resolve_takes_the_users_value_then_the_models_then_the_neutral_one() -> None:
     model = SamplingParams(temperature=0, seed=3, stop=["x"]).resolve(DEFAULTS, 77)
     assert (model.temperature, model.top_p, model.top_k, model.repetition_penalty) == (0.0, 0.95, 20, 1.1)
-    assert (model.max_tokens, model.seed, model.stop) == (77, 3, ("x",))
+    assert (model.max_tokens, model.seed, model.stop, model.min_p) == (77, 3, ("x",), 0.05)
     assert model.eos_token_ids == (300, 301)
     neutral = SamplingParams(max_tokens=5).resolve(None, 77)
     assert (neutral.temperature, neutral.top_p, neutral.top_k, neutral.repetition_penalty) == (1.0, 1.0, 0, 1.0)
-    assert (neutral.max_tokens, neutral.eos_token_ids) == (5, ())
+    assert (neutral.max_tokens, neutral.eos_token_ids, neutral.min_p) == (5, (), 0.0)
+    assert SamplingParams(min_p=0.0).resolve(DEFAULTS, 77).min_p == 0.0
 
 
 def test_user_stop_ids_add_to_the_models_c31() -> None:
@@ -130,5 +131,32 @@ def test_vocabulary_check_names_what_is_outside() -> None:
     SamplingParams(logit_bias={319: 1}, logprobs=320, prompt_logprobs=-1).check_vocabulary(320)
     with pytest.raises(ValueError, match="logit_bias holds token id 320"):
         SamplingParams(logit_bias={320: 1}).check_vocabulary(320)
+    for token_id in (320, 5000, 2**63 - 1, 10**30):
+        with pytest.raises(
+            ValueError, match=f"stop_token_ids holds token id {token_id}, outside the vocabulary of 320"
+        ):
+            SamplingParams(stop_token_ids=[7, token_id]).check_vocabulary(320)
     with pytest.raises(ValueError, match="prompt_logprobs must be at most the vocabulary's size 320, got 400"):
         SamplingParams(prompt_logprobs=400).check_vocabulary(320)
+
+
+def test_every_field_that_is_accepted_has_an_effect_or_is_refused() -> None:
+    """A value that differs from the default changes what `resolve` gives out, or is refused by the field's name."""
+    other = {
+        "n": 2, "temperature": 0.3, "top_p": 0.3, "top_k": 3, "min_p": 0.3, "seed": 4, "max_tokens": 3, "min_tokens": 1,
+        "stop": ["x"], "stop_token_ids": [4], "ignore_eos": True, "logprobs": 1, "prompt_logprobs": 1,
+        "logit_bias": {1: 1.0}, "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.3,
+        "skip_special_tokens": False, "detokenize": False, "include_stop_str_in_output": True,
+        "token_mask": lambda ids: None, "beam_width": 2, "length_penalty": 2.0, "priority": 1,
+    }  # fmt: skip
+    assert set(other) == {field.name for field in dataclasses.fields(SamplingParams) if field.init}
+    plain = SamplingParams().resolve(DEFAULTS, 9)
+    refused = []
+    for name, value in other.items():
+        try:
+            changed = SamplingParams(**{name: value}).resolve(DEFAULTS, 9)
+        except ValueError:
+            refused.append(name)
+            continue
+        assert getattr(changed, name) != getattr(plain, name)
+    assert refused == ["beam_width", "length_penalty"]

@@ -27,6 +27,7 @@ from minipaged.engine.request import Child, Request
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.stats import EngineStats
 from minipaged.engine.validation import fit, tokenize
+from minipaged.kv.prefix_index import check_salt
 from minipaged.outputs import RequestOutput
 from minipaged.sampling_params import SamplingParams
 
@@ -131,6 +132,7 @@ class Engine:
             )
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
+        check_salt(cache_salt)
         text, token_ids = tokenize(prompt, self.tokenizer, self.config.vocab_size)
         room = self.room_for(len(token_ids))
         params = fit(len(token_ids), sampling_params, room, self.config, self.block_manager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from minipaged.errors import CheckpointError
 from minipaged.model.config import ModelConfig, read_json, read_token_ids
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,18 @@ class GenerationDefaults:
     ) -> GenerationDefaults:
         """As `from_folder`, from the file's content. `do_sample: false` means greedy: temperature 0."""
         listed = read_token_ids(raw.get("eos_token_id"), "eos_token_id", where)
+        ids = dict.fromkeys(listed + config.eos_token_ids)
+        strange = [token_id for token_id in ids if token_id >= config.vocab_size]
+        if strange:
+            logger.warning(
+                "%s: eos_token_id %s is outside the vocabulary of %d ids and can end no text",
+                where,
+                strange,
+                config.vocab_size,
+            )
         top_k = _number(raw, "top_k", 0, math.inf, where)
         return cls(
-            eos_token_ids=tuple(dict.fromkeys(listed + config.eos_token_ids)),
+            eos_token_ids=tuple(token_id for token_id in ids if token_id < config.vocab_size),
             temperature=0.0 if raw.get("do_sample") is False else _number(raw, "temperature", 0, math.inf, where),
             top_p=_number(raw, "top_p", 0, 1, where),
             top_k=None if top_k is None else int(top_k),

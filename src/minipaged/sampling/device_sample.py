@@ -34,7 +34,7 @@ def sample_on_device(
         [
             [max(p.temperature or 0.0, _MIN_TEMPERATURE) for p in params],
             [1.0 if p.top_p is None else p.top_p for p in params],
-            [p.min_p for p in params],
+            [p.min_p or 0.0 for p in params],
             top_k,
             uniform,
         ]
@@ -51,7 +51,7 @@ def sample_on_device(
         equal = logits == floor
         room = (count - above.sum(dim=1))[:, None]
         weights = weights.where(above | (equal & (equal.cumsum(dim=1) <= room)), 0.0)
-    if any(p.min_p > 0.0 for p in params):
+    if any(p.min_p for p in params):
         weights = weights.where(weights >= min_p.float()[:, None], 0.0)  # the largest weight is 1
     return _pick(weights, u)
 

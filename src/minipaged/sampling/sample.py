@@ -143,7 +143,9 @@ def _sample_unlimited(logits: Tensor, top: Array, params: Sequence[SamplingParam
     tokens = np.empty(len(params), dtype=np.int64)
     whole = [row for row, p in enumerate(params) if p.top_p == 1.0]
     if whole:
-        tokens[whole] = _sample_whole(rows_of(probs, whole), [params[row].min_p for row in whole], uniform[whole])
+        tokens[whole] = _sample_whole(
+            rows_of(probs, whole), [params[row].min_p or 0.0 for row in whole], uniform[whole]
+        )
     for row in sorted(set(range(len(params))).difference(whole)):
         ids, weights = _nucleus_candidates(probs[row], params[row].top_p or 0.0)
         tokens[row] = ids[_pick(_restricted(weights, 1.0, params[row]), uniform[row])]
@@ -170,7 +172,7 @@ def _restricted(weights: Array, total: float, params: SamplingParams) -> Array:
     if params.top_p is not None and params.top_p < 1.0:
         sums = np.cumsum(np.sort(weights)[::-1], dtype=np.float64)
         keep = first_of_sort(weights, 1 + int(np.searchsorted(sums[:-1], params.top_p * total)))
-    if params.min_p > 0.0:
+    if params.min_p:
         keep &= weights >= params.min_p * weights.max()
     return np.where(keep, weights, 0.0)
 

@@ -80,12 +80,12 @@ class ToolCallParser:
                 self._held = self._held[end:]
                 if start < 0:
                     return pieces
-            end = self._end_of_call()
-            if end is None:
+            call_end = self._end_of_call()
+            if call_end is None:
                 return pieces
-            whole = self._held[: max(end, len(OPEN))]
+            whole = self._held[: max(call_end, len(OPEN))]
             self._held, self._scanner, self._scanned = self._held[len(whole) :], None, 0
-            call = parse_call(whole[len(OPEN) : -len(CLOSE)]) if end > 0 else None
+            call = parse_call(whole[len(OPEN) : -len(CLOSE)]) if call_end > 0 else None
             if call is None:
                 pieces += self._text(whole)
             else:
