@@ -28,7 +28,7 @@ V = 320
 def with_eos(params: SamplingParams, eos: tuple[int, ...]) -> SamplingParams:
     class Defaults:
         eos_token_ids = eos
-        temperature = top_p = top_k = repetition_penalty = None
+        temperature = top_p = top_k = min_p = repetition_penalty = None
 
     return params.resolve(Defaults(), 1000)
 
