@@ -1,4 +1,4 @@
-"""From a plan to drawn tokens: block copies, one forward pass, sampling. Decides nothing about blocks."""
+"""From a plan to sampled tokens: block copies, one forward pass, sampling. Decides nothing about blocks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, logits: Tensor) -> StepResult:
         results: list[RowResult] = []
         sequences: list[Sequence] = []
-        sources: list[int] = []  # row of `logits` that each of `sequences` draws from
+        sources: list[int] = []  # row of `logits` that each of `sequences` samples from
         used = 0
         for row in plan.rows:
             result = RowResult()
