@@ -46,7 +46,8 @@ TEMPLATE = """
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
 {%- set given = call.function.arguments %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + (given if given is string else given | tojson) }}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- given if given is string else given | tojson }}
 {{- '}\\n' }}
 {{- '</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
