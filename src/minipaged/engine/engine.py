@@ -213,7 +213,7 @@ class Engine:
 
     def _repair(self) -> None:
         """Nothing is known but which requests live and what their tokens are: start from there, with a new pool."""
-        logger.warning("a step was cut short: the KV pool is emptied, and what runs is computed again")
+        logger.info("a step was cut short: the KV pool is emptied, and what runs is computed again")
         self.block_manager.reset()
         self.scheduler.reset()
         for request in list(self._live.values()):
