@@ -28,7 +28,7 @@ from minipaged.model.random_weights import RandomWeights
 from minipaged.ops import transfer
 from minipaged.ops.triton.backend import TritonBackend
 from minipaged.ops.triton.kernels.launch import Launch
-from minipaged.runner import staging
+from minipaged.runner import input_batch as input_batch_module
 from minipaged.runner.graph_runner import GraphRunner
 from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.warm_up import warm_up
@@ -138,7 +138,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         seen.launched.add(launch.kernel.fn.__name__)
 
     monkeypatch.setattr(transfer, "pin", pin)
-    monkeypatch.setattr(staging, "pin", pin)
+    monkeypatch.setattr(input_batch_module, "pin", pin)
     monkeypatch.setattr(sampler_module, "fetch", fetch)
     monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
