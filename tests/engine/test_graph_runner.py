@@ -54,7 +54,7 @@ def engine_with(folder: Path, recorder: Recorder | None, max_num_seqs: int = 7) 
     if recorder is not None:
         old = llm.engine.runner
         llm.engine.runner = GraphRunner(
-            old.model, old.backend, old.caches, old.sampler, old.metadata,
+            old.model, old.backend, old.caches, old.sampler, old.input_batch,
             max_seqs=max_num_seqs, max_model_len=100, capture=recorder,
         )  # fmt: skip
     return llm
@@ -114,7 +114,7 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(tiny_fold
     llm.engine.add_request("a", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     llm.engine.step()
     before = [cache.key_cache.clone() for cache in runner.caches]
-    runner.metadata.num_slots = 1
+    runner.input_batch.num_slots = 1
     (output,) = llm.engine.step()
     assert output.outputs[0].finish_reason == "error"
     assert "do not all lie in the pool of 1" in str(output.outputs[0].error)

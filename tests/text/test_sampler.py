@@ -18,7 +18,7 @@ from minipaged.engine.request import Sequence
 from minipaged.sampling import sample as sample_module
 from minipaged.sampling import sampler as sampler_module
 from minipaged.sampling.logit_edits import edit_logits
-from minipaged.sampling.logprobs import prompt_logprobs, token_logprobs
+from minipaged.sampling.logprobs import token_logprobs
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
 
@@ -339,13 +339,13 @@ def test_prompt_logprobs_give_one_entry_per_next_token_c18() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, V)
     tokens = [3, 319, 0, 7, 7]
-    got = prompt_logprobs(logits, tokens, 2)
+    got = token_logprobs(logits, tokens, 2)
     oracle = torch.log_softmax(logits.double(), -1)
     for row, (token, entry) in enumerate(zip(tokens, got, strict=True)):
         assert set(entry) == {token, *logits[row].topk(2).indices.tolist()}
         assert entry[token].logprob == pytest.approx(oracle[row, token].item(), abs=2e-6)
-    assert [len(e) for e in prompt_logprobs(logits, tokens, -1)] == [V] * 5
-    assert prompt_logprobs(logits[:0], [], 3) == []
+    assert [len(e) for e in token_logprobs(logits, tokens, -1)] == [V] * 5
+    assert token_logprobs(logits[:0], [], 3) == []
     with pytest.raises(ValueError, match="4 token ids for 5 rows"):
         token_logprobs(logits, tokens[:4], 1)
 

@@ -29,7 +29,7 @@ from minipaged.llm.memory import (
 )
 from minipaged.llm.options import EngineOptions
 from minipaged.model.hub import resolve_model
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.runner.warm_up import warm_up
 from minipaged.sampling.sampler import Sampler
@@ -165,7 +165,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         f"the buffers of a step: lower max_num_seqs = {options.max_num_seqs} or "
         f"max_num_batched_tokens = {batched_tokens}"
     ):
-        metadata = BatchMetadata(
+        input_batch = InputBatch(
             max_tokens=batched_tokens + 1,
             max_seqs=options.max_num_seqs,
             max_blocks=min(pool.num_blocks, num_logical_blocks(pool.max_model_len, options.block_size)),
@@ -173,7 +173,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             num_slots=pool.num_blocks * options.block_size,
             device=device,
         )
-    events = FanOut(metadata.tables.on_event)
+    events = FanOut(input_batch.tables.on_event)
     manager = KVBlockManager(
         pool.num_blocks,
         options.block_size,
@@ -182,7 +182,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         listener=events,
     )
     engine = Engine(
-        _runner(model, backend, caches, metadata, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
+        _runner(model, backend, caches, input_batch, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
         manager,
         EngineConfig(
             max_model_len=pool.max_model_len,
@@ -266,16 +266,16 @@ def _runner(
     model: Qwen3Model,
     backend: Backend,
     caches: list[PagedKVCache],
-    metadata: BatchMetadata,
+    input_batch: InputBatch,
     max_seqs: int,
     max_model_len: int,
 ) -> ModelRunner:
     sampler = Sampler(model.config.vocab_size)
     if not _is_gpu(model.device) or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
-        return ModelRunner(model, backend, caches, sampler, metadata)
+        return ModelRunner(model, backend, caches, sampler, input_batch)
     from minipaged.runner.graph_runner import GraphRunner
 
-    return GraphRunner(model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len)
+    return GraphRunner(model, backend, caches, sampler, input_batch, max_seqs=max_seqs, max_model_len=max_model_len)
 
 
 _AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_memory_utilization leaves")

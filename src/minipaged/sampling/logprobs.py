@@ -49,11 +49,6 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
     return results
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """Log-probabilities of prompt tokens: logits [T, V], next_token_ids [T] the tokens one position later."""
-    return token_logprobs(logits, next_token_ids, k)
-
-
 def _ranks(rows: Tensor, tokens: Tensor) -> list[int]:
     """One more than the number of tokens before each one in a stable descending sort of its row."""
     if sample.on_host(rows):
