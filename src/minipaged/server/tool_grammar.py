@@ -16,9 +16,9 @@ def tool_grammar(
     """One call of one of `names` (parallel: one or more of them), arguments by the JSON schema of that tool.
 
     tools: the request's, as OpenAI writes them; no `parameters` = any object. Keywords of a schema that llguidance does
-    not know are left out of account, except for a function that is `strict`. reference: a token's name -> how the grammar
-    refers to it, None where the vocabulary has no such token and the tag is plain text. ApiError 400 for a name that no
-    tool has, and for parameters that are no object.
+    not know are left out of account, except for a function that is `strict`. reference: a token's name -> how the
+    grammar refers to it, None where the vocabulary has no such token and the tag is plain text. ApiError 400 for a name
+    that no tool has, and for parameters that are no object.
     """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools}
     if not names:
