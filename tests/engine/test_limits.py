@@ -236,3 +236,31 @@ def test_a_pool_larger_than_the_memory_is_an_error_at_start(
         LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]})
     monkeypatch.setattr(cgroup, "available_memory", lambda: None)
     LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]}).close()
+
+
+def test_a_fork_of_a_process_that_computed_with_several_threads_is_told_so() -> None:
+    code = """
+import os
+from minipaged.threads import set_threads
+set_threads(2)
+pid = os.fork()
+if pid == 0:
+    try:
+        set_threads(2)
+    except RuntimeError as error:
+        os._exit(0 if "spawn" in str(error) else 1)
+    os._exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert run_python(code) == "0"
+
+
+def test_more_threads_than_any_machine_has_are_refused() -> None:
+    code = """
+from minipaged.threads import set_threads
+try:
+    set_threads(32768)
+except ValueError as error:
+    print(error)
+"""
+    assert "threads must be at most 1024, got 32768" in run_python(code)

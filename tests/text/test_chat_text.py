@@ -133,3 +133,7 @@ def test_tools_keep_their_order_and_developers_are_system() -> None:
     tool = {"function": {"parameters": {"z": 1, "a": 2}, "name": "f"}, "type": "function"}
     text = ChatTemplate(TEMPLATE).render([{"role": "developer", "content": "x"}], tools=[tool])
     assert text == "system" + json.dumps([tool])
+
+
+def test_a_variable_may_have_any_name() -> None:
+    assert ChatTemplate("{{ self_ }}{{ messages[0].role }}").render([{"role": "user"}], self=1, self_=2) == "2user"

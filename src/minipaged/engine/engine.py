@@ -73,6 +73,8 @@ class Engine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
+        self.failed_steps, self.failure = 0, ""
+        """Forward passes in a row that raised, and what the last one that did said."""
         self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
         self._process = os.getpid()
@@ -145,9 +147,6 @@ class Engine:
             params = params.with_ends(chat.end_token_ids)
         serial = next(self._serials)
         seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
-        arrival = 0
-        if self.config.scheduling_policy == "priority":
-            arrival = self.num_steps + params.priority * self.config.priority_ageing_steps
         return Request(
             request_id,
             prompt_text if text is None else text,
@@ -155,7 +154,7 @@ class Engine:
             params,
             seed,
             itertools.islice(self._sequence_ids, params.n),
-            (arrival, serial),
+            (self.scheduler.virtual_arrival(params.priority, self.num_steps), serial),
             self.tokenizer,
             cache_salt,
             RequestMetrics(self.clock()),
@@ -166,9 +165,7 @@ class Engine:
         """Queue a prepared request. ValueError if its id is alive."""
         with self._intake:
             if request.request_id in self._live:
-                raise ValueError(
-                    f"request id {request.request_id!r} is alive: wait until it has ended, or choose another one"
-                )
+                raise ValueError(f"request id {request.request_id!r} is alive: wait for its end, or choose another one")
             self._inbox.append(request)
             self._live[request.request_id] = request
 
@@ -270,9 +267,11 @@ class Engine:
                 raise RuntimeError(f"the runner returned {len(result.rows)} results for {len(plan.rows)} rows")
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
+            self.failed_steps, self.failure = self.failed_steps + 1, f"{type(error).__name__}: {error}"
             for row in plan.rows:
                 self._fail(row.sequence.request, error)
             return
+        self.failed_steps = 0
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
@@ -321,9 +320,8 @@ class Engine:
         if self._caching:
             full = computed - computed % self.block_manager.block_size
             if full > sequence.num_committed:
-                self.block_manager.commit_tokens(
-                    sequence.sequence_id, sequence.token_ids[sequence.num_committed : full]
-                )
+                new = sequence.token_ids[sequence.num_committed : full]
+                self.block_manager.commit_tokens(sequence.sequence_id, new)
                 sequence.num_committed = full
 
     def _fail(self, request: Request, error: str | Exception, *, trace: bool = False) -> None:

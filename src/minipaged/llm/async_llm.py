@@ -167,6 +167,16 @@ class AsyncLLM:
         return self._thread.is_alive() and not self._closing and self.error is None
 
     @property
+    def failure(self) -> str | None:
+        """Why nobody should count on this engine although it runs: `FAILED_STEPS_AT_MOST` forward passes in a row have
+        raised. One that works makes it None again.
+        """
+        count = self.engine.failed_steps
+        if count < FAILED_STEPS_AT_MOST:
+            return None
+        return f"{count} forward passes in a row have failed, the last one with {self.engine.failure}"
+
+    @property
     def step_seconds(self) -> float:
         """For how long the current step has been running; 0.0 between steps."""
         started = self._step_started

@@ -181,7 +181,7 @@ class LLM:
         text = self.render_chat(messages, **template_options, **(chat_template_kwargs or {}))
         return self._stream(self._prepare(text, sampling_params, chat=True))
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation. ValueError if there is no tokenizer or no
         template.
         """

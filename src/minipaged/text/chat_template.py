@@ -57,6 +57,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Any],
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
