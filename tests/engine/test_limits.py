@@ -232,7 +232,7 @@ def test_a_pool_larger_than_the_memory_is_an_error_at_start(
     monkeypatch.setattr(cgroup, "available_memory", lambda: room)
     sizes = {"num_blocks": (1000, 1001), "kv_cache_memory": (1000 * block, 1001 * block)}[option]
     LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[0]}).close()
-    with pytest.raises(ValueError, match=rf"pool of {1001 * block} bytes .* does not fit: {room} .*lower num"):
+    with pytest.raises(MemoryError, match=rf"pool of {1001 * block} bytes .* does not fit: {room} .*lower num"):
         LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]})
     monkeypatch.setattr(cgroup, "available_memory", lambda: None)
     LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]}).close()

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from minipaged.llm.options import EngineOptions, takes_options
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Mailbox:
         return latest
 
 
+@takes_options
 class AsyncLLM:
     """Serves many requests at once from asyncio; the keywords are those of `LLM`. Close it, or use `async with`.
 
@@ -69,7 +71,6 @@ class AsyncLLM:
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         from minipaged.llm.loading import load_engine
-        from minipaged.llm.options import EngineOptions
 
         loaded = load_engine(EngineOptions.from_keywords("AsyncLLM", {"model": model, **options}))
         self._start(loaded.engine, loaded.close_hooks)
