@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
-from minipaged.arguments import as_int, hinting
+from minipaged.arguments import as_float, as_int, hinting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,8 +52,25 @@ class ModelDefaults(Protocol):
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What the fields that a model's generation_config may fill in are without one."""
-LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-MOST_URGENT = 1 << 31  # a priority: far beyond any that waiting can make up for
+
+_RANGES = {
+    "n": (int, 1, inf),
+    "temperature": (float, 0.0, inf),
+    "top_p": (float, 0.0, 1.0),
+    "top_k": (int, -1, inf),
+    "min_p": (float, 0.0, 1.0),
+    "seed": (int, -inf, inf),
+    "max_tokens": (int, 1, inf),
+    "min_tokens": (int, 0, inf),
+    "logprobs": (int, -1, inf),
+    "prompt_logprobs": (int, -1, inf),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "repetition_penalty": (float, 1e-6, 1e6),
+    "length_penalty": (float, -inf, inf),
+    "priority": (int, -(1 << 31), 1 << 31),  # far beyond any that waiting can make up for
+}
+"""The numbers among the fields: whole or not, lowest and highest value."""
 
 
 @hinting
@@ -124,23 +140,16 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check_int("n", 1)
-        self._check_float("temperature", 0.0, optional=True)
-        self._check_float("top_p", 0.0, 1.0, optional=True)
-        self._check_int("top_k", -1, optional=True)
-        self._check_float("min_p", 0.0, 1.0, optional=True)
-        self._check_int("seed", None, optional=True)
-        self._check_int("max_tokens", 1, optional=True)
-        self._check_int("min_tokens", 0)
-        self._check_int("logprobs", -1, optional=True)
-        self._check_int("prompt_logprobs", -1, optional=True)
-        self._check_float("presence_penalty", -2.0, 2.0)
-        self._check_float("frequency_penalty", -2.0, 2.0)
-        self._check_float("repetition_penalty", 1e-6, 1e6, optional=True)
-        self._check_float("length_penalty", -math.inf)
-        self._check_int("priority", None)
-        if abs(self.priority) > MOST_URGENT:
-            raise ValueError(f"priority must be from {-MOST_URGENT} to {MOST_URGENT}, got {self.priority}")
+        for name, (kind, low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and self.__dataclass_fields__[name].default is None:
+                continue
+            number = as_int(value) if kind is int else as_float(value)
+            if number is None or not low <= number <= high:
+                limits = [f" {word} {limit:.12g}" for word, limit in (("from", low), ("to", high)) if isfinite(limit)]
+                wanted = ("an integer" if kind is int else "a finite number") + "".join(limits)
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+            self._set(name, number)
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -225,29 +234,6 @@ class SamplingParams:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: only while being created
 
-    def _check_int(self, name: str, low: int | None, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        number = as_int(value)
-        if number is None or (low is not None and number < low):
-            wanted = (
-                "an integer" + ("" if low is None else f" of at least {low}") + (" or left out" if optional else "")
-            )
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-        self._set(name, number)
-
-    def _check_float(self, name: str, low: float, high: float = math.inf, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if not _is_number(value) or not low <= value <= high or abs(value) > LARGEST_FLOAT32:
-            limits = [f"from {low:g}"] if low > -math.inf else []
-            limits += [f"to {high:g}"] if high < math.inf else []
-            wanted = " ".join(["a finite number", *limits]) + (" or left out" if optional else "")
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-        self._set(name, float(value))
-
     def _checked_stop(self) -> tuple[str, ...]:
         given = self.stop
         strings = () if given is None else (given,) if isinstance(given, str) else given
@@ -278,16 +264,8 @@ class SamplingParams:
             number = as_int(token_id)
             if number is None or number < 0:
                 raise ValueError(f"logit_bias must have integers of at least 0 as token ids, got {token_id!r}")
-            if not _is_number(bias) or not -100.0 <= bias <= 100.0:
+            amount = as_float(bias)
+            if amount is None or not -100.0 <= amount <= 100.0:
                 raise ValueError(f"logit_bias must have values from -100 to 100, got {bias!r} for token id {token_id}")
-            checked[number] = float(bias)
+            checked[number] = amount
         return checked or None
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an integer beyond any float
-        return False

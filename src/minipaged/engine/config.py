@@ -51,7 +51,7 @@ class EngineConfig:
     max_num_batched_tokens: tokens computed per step, decodes included. When decodes alone reach it, one prefill token
     per step
         is still granted; when there are more running sequences than this, they take turns.
-    vocab_size: token ids must be below it; None = unchecked.
+    vocab_size: token ids must be below it; None = any that fit into 64 bits.
     scheduling_policy: "fcfs" (by arrival) or "priority" (`SamplingParams.priority`, smaller = sooner, with ageing).
     priority_ageing_steps: under "priority", how many engine steps of waiting are worth one level of priority.
     watermark: share of the pool that an admission leaves free while others run, so that they have room to grow.

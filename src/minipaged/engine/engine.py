@@ -139,6 +139,8 @@ class Engine:
             )
         if not isinstance(sampling_params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {sampling_params!r}")
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
         check_salt(cache_salt)
         text, token_ids = tokenize(prompt, self.tokenizer, self.config.vocab_size)
         room = self.room_for(len(token_ids))
