@@ -27,6 +27,7 @@ from minipaged.engine.repair import restart
 from minipaged.engine.request import Request, Sequence, Status
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.validation import fit, tokenize
+from minipaged.kv.address import longest_request
 from minipaged.kv.prefix_index import check_salt
 from minipaged.outputs import RequestMetrics, RequestOutput
 from minipaged.sampling_params import SamplingParams
@@ -72,7 +73,6 @@ class Engine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
-        self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
         self._process = os.getpid()
         self._serials = itertools.count()
@@ -171,9 +171,7 @@ class Engine:
 
     def room_for(self, prompt_len: int) -> int:
         """How many tokens a request may generate after a prompt of so many; 0 or less: none."""
-        manager = self.block_manager
-        # The last sampled token is never written, so a pool of N slots serves N + 1 tokens.
-        pool_len = manager.num_physical_blocks * manager.block_size + 1
+        pool_len = longest_request(self.block_manager.num_physical_blocks, self.block_manager.block_size)
         return min(self.config.max_model_len or pool_len, pool_len) - prompt_len
 
     # ---- the step
@@ -315,13 +313,10 @@ class Engine:
             sequence.request.metrics.num_recomputed_tokens += again
             self._recomputed_tokens += again
         sequence.num_computed = computed
-        if self._caching:
-            full = computed - computed % self.block_manager.block_size
-            if full > sequence.num_committed:
-                self.block_manager.commit_tokens(
-                    sequence.sequence_id, sequence.token_ids[sequence.num_committed : full]
-                )
-                sequence.num_committed = full
+        manager, size = self.block_manager, self.block_manager.block_size
+        if manager.enable_prefix_caching and computed // size > start // size:
+            committed = manager.sequences[sequence.sequence_id].commit.committed
+            manager.commit_tokens(sequence.sequence_id, sequence.token_ids[committed : computed - computed % size])
 
     def _fail(self, request: Request, error: str | Exception, *, trace: bool = False) -> None:
         """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""

@@ -51,7 +51,6 @@ class Sequence:
     n. Nobody, as long as it is one of the others.
     """
     num_computed: int = 0  # tokens whose K/V is in the cache (0 again after a preemption)
-    num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
     computed_before: int = 0  # tokens computed before the last preemption: computing them again is waste, and counted
     # (running sequence, number of computed tokens at which its prefix can be shared)
     waits_for: tuple[Sequence, int] | None = None
@@ -103,8 +102,7 @@ class Sequence:
     def forget_computed(self) -> None:
         """Its blocks are gone: start again at the first token, whatever the prefix cache still holds then."""
         self.computed_before = max(self.computed_before, self.num_computed)
-        self.num_computed = self.num_committed = 0
-        self.blocks_wanted = 0
+        self.num_computed = self.blocks_wanted = 0
         if self.wants_prompt_logprobs:
             self.request.prompt_logprobs = [None]
 

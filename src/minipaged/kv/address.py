@@ -51,6 +51,16 @@ def num_logical_blocks(length: int, bs: int) -> int:
     return -(-length // bs)
 
 
+def request_blocks(length: int, bs: int) -> int:
+    """Blocks for a request of `length` tokens, prompt and output. The last one that is sampled is never written."""
+    return num_logical_blocks(max(length - 1, 0), bs)
+
+
+def longest_request(blocks: int, bs: int) -> int:
+    """The longest prompt + output, in tokens, for which so many blocks suffice: the inverse of `request_blocks`."""
+    return blocks * bs + 1
+
+
 def last_block_waste(length: int, bs: int) -> int:
     """Internal fragmentation: slots of the last block without a token, 0 for a full block and for an empty sequence."""
     _at_least("sequence length", length, 0)

@@ -63,7 +63,7 @@ def _check_references(m: KVBlockManager) -> None:
 
 
 def _check_partition(m: KVBlockManager) -> None:
-    free = Counter(m._pool.free)
+    free = Counter(m._pool.queue)
     for block, times in free.items():
         if times > 1:
             _fail(f"block {block} is {times} times in the free queue; rule: once")
@@ -190,5 +190,5 @@ def _check_copies(m: KVBlockManager) -> None:
                 f"block {destination} is destination and source (of block {source}) in pending copies; rule: never both"
             )
     for block in m._pool.unreported:
-        if m._pool.ref_count[block] or block not in m._pool.free:
+        if m._pool.ref_count[block] or block not in m._pool.queue:
             _fail(f"block {block} waits to be reported free and is not free; rule: only free blocks wait")

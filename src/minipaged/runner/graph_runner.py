@@ -63,8 +63,7 @@ class DecodeBuffers:
         """
         count = len(rows)
         slots = [row.slots[0] for row in rows]
-        if rows and (min(slots) < 0 or max(slots) >= metadata.num_slots):
-            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {metadata.num_slots}")
+        metadata.check_slots(slots)
         self._staging.wait()
         ids, positions, all_slots = self._host_tokens
         ids[:count] = [row.sequence.token_ids[row.start] for row in rows]

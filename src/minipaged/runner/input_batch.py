@@ -140,9 +140,7 @@ class BatchMetadata:
                 logits_rows += range(first, end)
             elif row.sample_for:
                 logits_rows.append(end - 1)
-        if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
-            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
-
+        self.check_slots(slots)
         self._staging.wait()
         max_seq_len = max(seq_lens, default=0)
         width = num_logical_blocks(max_seq_len, self.block_size)
@@ -165,6 +163,11 @@ class BatchMetadata:
         )
         self._staging.sent()
         return batch
+
+    def check_slots(self, slots: list[int]) -> None:
+        """IndexError unless all of them lie in the pool."""
+        if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
+            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
 
     def _array(self, name: str, size: int) -> Array:
         buffer = self._buffers[name]
