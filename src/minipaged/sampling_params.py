@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -204,13 +204,19 @@ class SamplingParams:
         filled: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         for name, neutral in NEUTRAL.items():
             if filled[name] is None:
-                default = getattr(defaults, name) if defaults is not None else None
+                default = getattr(defaults, name, None)
                 filled[name] = neutral if default is None else default
         if filled["max_tokens"] is None:
             filled["max_tokens"] = max_len
         resolved = SamplingParams(**filled)
         resolved._set("eos_token_ids", tuple(defaults.eos_token_ids) if defaults is not None else ())
         return resolved
+
+    def with_ends(self, token_ids: Iterable[int]) -> SamplingParams:
+        """Resolved parameters in which these tokens end a text as the model's own do."""
+        changed = replace(self)
+        changed._set("eos_token_ids", tuple(dict.fromkeys((*self.eos_token_ids, *token_ids))))
+        return changed
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ValueError if `logit_bias` or `stop_token_ids` names ids outside the vocabulary, or if more log-probabilities

@@ -88,7 +88,7 @@ def main() -> None:
             stats = engine.stats()
             if engine.has_unfinished() or stats.blocks_in_use or stats.running or stats.waiting:
                 wrong.append(f"round {rounds}: {stats}, {list(engine._live)}")
-            if not manager.invariants_ok() or llm._news or engine.runner.metadata.tables._row_of:  # type: ignore[attr-defined]
+            if not manager.invariants_ok() or llm._news or engine.runner.input_batch.tables._row_of:  # type: ignore[attr-defined]
                 wrong.append(f"round {rounds}: left behind")
     over = True
     presser.join()

@@ -215,9 +215,7 @@ def test_the_smallest_runner_is_one_method() -> None:
 def test_an_error_in_one_requests_text_fails_that_request() -> None:
     class Tokenizer:
         is_byte_level = True
-
-        def is_special(self, token_id: int) -> bool:
-            return False
+        special_ids: frozenset[int] = frozenset()
 
         def id_to_bytes(self, token_id: int) -> bytes:
             raise LookupError("no such token")

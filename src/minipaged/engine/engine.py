@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
     from minipaged.kv import KVBlockManager
     from minipaged.outputs import FinishReason
+    from minipaged.text.detokenizer import ChatText
     from minipaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class Engine:
         self.num_steps = 0
         self.num_computed_tokens = 0
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
+        self.failed_steps, self.failure = 0, ""
+        """Forward passes in a row that raised, and what the last one that did said."""
         self._recomputed_tokens = 0
         self._process = os.getpid()
         self._serials = itertools.count()
@@ -123,10 +126,11 @@ class Engine:
         *,
         cache_salt: str | None = None,
         prompt_text: str | None = None,
+        chat: ChatText | None = None,
     ) -> Request:
         """Check a request and build it without any effect on the engine (see `add_request`); `submit` queues it.
 
-        prompt_text: what token ids were made from, to be shown in the output.
+        prompt_text: what token ids were made from, to be shown in the output. chat: how the text of a chat differs.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -141,11 +145,10 @@ class Engine:
         text, token_ids = tokenize(prompt, self.tokenizer, self.config.vocab_size)
         room = self.room_for(len(token_ids))
         params = fit(len(token_ids), sampling_params, room, self.config, self.block_manager)
+        if chat is not None:
+            params = params.with_ends(chat.end_token_ids)
         serial = next(self._serials)
         seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
-        arrival = 0
-        if self.config.scheduling_policy == "priority":
-            arrival = self.num_steps + params.priority * self.config.priority_ageing_steps
         return Request(
             request_id,
             prompt_text if text is None else text,
@@ -153,19 +156,18 @@ class Engine:
             params,
             seed,
             itertools.islice(self._sequence_ids, params.n),
-            (arrival, serial),
+            (self.scheduler.virtual_arrival(params.priority, self.num_steps), serial),
             self.tokenizer,
             cache_salt,
             RequestMetrics(self.clock()),
+            chat,
         )
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request. ValueError if its id is alive."""
         with self._intake:
             if request.request_id in self._live:
-                raise ValueError(
-                    f"request id {request.request_id!r} is alive: wait until it has ended, or choose another one"
-                )
+                raise ValueError(f"request id {request.request_id!r} is alive: wait for its end, or choose another one")
             self._inbox.append(request)
             self._live[request.request_id] = request
 
@@ -265,9 +267,11 @@ class Engine:
                 raise RuntimeError(f"the runner returned {len(result.rows)} results for {len(plan.rows)} rows")
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
+            self.failed_steps, self.failure = self.failed_steps + 1, f"{type(error).__name__}: {error}"
             for row in plan.rows:
                 self._fail(row.sequence.request, error)
             return
+        self.failed_steps = 0
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from minipaged.text.detokenizer import Detokenizer, name_tokens
+from minipaged.text.detokenizer import ChatText, Detokenizer, name_tokens
 
 if TYPE_CHECKING:
     from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
@@ -160,6 +160,7 @@ class Request:
     tokenizer: Tokenizer | None
     cache_salt: str | None
     metrics: RequestMetrics
+    chat: ChatText | None = None
     sequences: tuple[Sequence, ...] = field(init=False)
     num_unfinished: int = field(init=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)
@@ -176,7 +177,7 @@ class Request:
         )
         for sequence in self.sequences:
             sequence.request = self
-            sequence.detokenizer = Detokenizer(params, self.tokenizer)
+            sequence.detokenizer = self.new_text()
             sequence.logprobs = None if params.logprobs is None else []
         self.sequences[0].samples_with = self.sequences
 
@@ -204,6 +205,10 @@ class Request:
         """Append what a chunk of prefill gave; the first prompt token has none."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += [self.with_text(entry) for entry in entries]
+
+    def new_text(self) -> Detokenizer:
+        """The text of a sequence that has none yet."""
+        return Detokenizer(self.params, self.tokenizer, self.chat)
 
     def with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         """Fill in what each token reads like."""

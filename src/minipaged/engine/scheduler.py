@@ -69,6 +69,7 @@ class Scheduler:
         self.manager = manager
         self.max_num_seqs = config.max_num_seqs
         self.token_budget = config.max_num_batched_tokens
+        self._ageing_steps = config.priority_ageing_steps if config.scheduling_policy == "priority" else 0
         self.watermark_blocks = int(manager.num_physical_blocks * config.watermark)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -81,6 +82,10 @@ class Scheduler:
         self._rows: dict[Sequence, ScheduledSequence] = {}
 
     # ---- queues
+
+    def virtual_arrival(self, priority: int, step: int) -> int:
+        """First part of a new request's order; see the head of this file."""
+        return step + priority * self._ageing_steps if self._ageing_steps else 0
 
     def reset(self) -> None:
         """Forget every sequence; the manager holds none."""

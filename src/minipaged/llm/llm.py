@@ -11,27 +11,24 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from minipaged.arguments import check_keywords, hinting
+from minipaged.arguments import check_keywords
 from minipaged.engine.engine import Engine
 from minipaged.llm.interrupts import Interrupts
 from minipaged.llm.loading import LoadedEngine, load_engine
-from minipaged.llm.options import EngineOptions
+from minipaged.llm.options import EngineOptions, takes_options
 from minipaged.outputs import CompletionOutput, RequestOutput
 from minipaged.sampling_params import SamplingParams
+from minipaged.text.detokenizer import ChatText
 
 if TYPE_CHECKING:
-    import torch
-
-    from minipaged.engine.config import SchedulingPolicy
     from minipaged.engine.request import Request
-    from minipaged.kv import EvictionPolicy
     from minipaged.model.source import ModelSource
     from minipaged.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 
-@hinting
+@takes_options
 class LLM:
     """A model with its engine. Use as a context manager, or call `close` to give the memory back.
 
@@ -60,54 +57,9 @@ class LLM:
     from several threads; their calls share the batch.
     """
 
-    def __init__(
-        self,
-        model: str | Path | ModelSource | None = None,
-        *,
-        tokenizer: str | Path | Tokenizer | None = None,
-        revision: str | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        backend: str | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        eviction_policy: str | EvictionPolicy = "lru",
-        scheduling_policy: SchedulingPolicy = "fcfs",
-        seed: int = 0,
-        threads: int | None = None,
-        check_invariants: bool = False,
-        kv_journal: str | Path | None = None,
-    ) -> None:
-        self._loaded: LoadedEngine | None = load_engine(
-            EngineOptions(
-                model=model,
-                tokenizer=tokenizer,
-                revision=revision,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                kv_cache_memory=kv_cache_memory,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                eviction_policy=eviction_policy,
-                scheduling_policy=scheduling_policy,
-                seed=seed,
-                threads=threads,
-                check_invariants=check_invariants,
-                kv_journal=kv_journal,
-            )
-        )
+    def __init__(self, model: str | Path | ModelSource | None = None, **options: Any) -> None:
+        given = EngineOptions.from_keywords("LLM", {"model": model, **options})
+        self._loaded: LoadedEngine | None = load_engine(given)
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._news: dict[
@@ -180,7 +132,7 @@ class LLM:
         text = self.render_chat(messages, **template_options, **(chat_template_kwargs or {}))
         return self._stream(self._prepare(text, sampling_params, chat=True))
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation. ValueError if there is no tokenizer or no
         template.
         """
@@ -252,11 +204,12 @@ class LLM:
             check_keywords(caller, options, known, f"help(LLM.{caller}); chat_template_kwargs takes any variable")
 
     def _prepare(self, prompt: Any, params: SamplingParams | None, *, chat: bool = False) -> Request:
-        loaded, text = self._open(), None
+        loaded, text, rules = self._open(), None, None
         if chat and loaded.tokenizer is not None:
             text, prompt = prompt, loaded.tokenizer.encode(prompt, add_special_tokens=False)
+            rules = ChatText(end_token_ids=loaded.tokenizer.end_of_turn)
         request_id = f"{next(self._numbers)}"
-        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text)
+        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text, chat=rules)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
