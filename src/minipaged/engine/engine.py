@@ -106,9 +106,7 @@ class Engine:
         self.submit(self.prepare(request_id, prompt, sampling_params, cache_salt=cache_salt))
 
     def abort(self, request_id: str) -> None:
-        """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids:
-        nothing happens.
-        """
+        """End a request, whatever its state; the next step reports it with reason "abort". Unknown ids: no effect."""
         request = self._live.get(request_id)
         if request is not None:
             request.aborted = True
@@ -284,9 +282,7 @@ class Engine:
                 self._fail(request, error, trace=True)
 
     def _apply(self, row: ScheduledSequence, result: RowResult, now: float) -> None:
-        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
-        the finished leave.
-        """
+        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings forked."""
         sequence, request = row.sequence, row.sequence.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
@@ -309,9 +305,7 @@ class Engine:
             request.metrics.finished_time = now
 
     def _mark_computed(self, sequence: Sequence, start: int, computed: int) -> None:
-        """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
-        blocks.
-        """
+        """The K/V of the first `computed` tokens is in memory: count what was computed twice, publish full blocks."""
         if start < sequence.computed_before:
             again = min(computed, sequence.computed_before) - start
             sequence.request.metrics.num_recomputed_tokens += again
@@ -340,9 +334,7 @@ class Engine:
         self._touched[request] = None
 
     def _fail_stuck(self) -> None:
-        """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
-        this pool.
-        """
+        """Nothing runs, and the head still does not fit, which submission checked: somebody else holds blocks."""
         manager, sequence = self.block_manager, self.scheduler.waiting[0]
         self._fail(
             sequence.request,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the
-    prompt.
+    """WAITING holds no block, RUNNING does, FINISHED is in no queue. NEW is not in one yet, as a sibling whose leader
+    still computes the prompt.
     """
 
     NEW = 0
@@ -93,9 +93,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the
-        model.
-        """
+        """They are asked for and not complete: every position of the prompt has to go through the model."""
         collected = self.request.prompt_logprobs
         return collected is not None and self.index == 0 and len(collected) < self.num_prompt_tokens
 
@@ -128,9 +126,7 @@ class Sequence:
             self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
-        """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
-        it.
-        """
+        """A snapshot, cumulative. Lists are copied, one memcpy each: what a caller holds never changes."""
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,

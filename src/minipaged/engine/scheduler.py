@@ -17,13 +17,12 @@ arrive within a known window.
 Rules, in the order in which a step applies them:
 
 1. Every running sequence with one token left to compute (a decode) gets it, oldest first.
-2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; at least one token if any is
-waiting.
+2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; one token at least, if decodes
+   use it up.
 3. The head of the queue is admitted when the blocks of all its known tokens, less the cached ones, and what the running
-prefills
-   still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody passes a
-   head that does not fit. Only a request that waits for a prefix which a running one is computing right now lets others
-   pass.
+   prefills still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody
+   passes a head that does not fit. Only a request that waits for a prefix which a running one is computing right now
+   lets others pass.
 4. A sequence that finds no block takes those of the last running sequence, if that is newer than itself. The newest
    waits in place instead. Blocks go back tail first, so that the prefix is still cached when the victim comes back.
 

@@ -28,9 +28,7 @@ def block_offset(pos: int, bs: int) -> int:
 
 
 def slot(block: int, offset: int, bs: int) -> int:
-    """Flat slot of place `offset` in physical block `block`: block * bs + offset. ValueError for an offset outside the
-    block.
-    """
+    """Flat slot of place `offset` in block `block`: block * bs + offset. ValueError for an offset outside of it."""
     _at_least("physical block", block, 0)
     if not 0 <= offset < bs:
         raise ValueError(f"offset {offset} is outside a block of {bs} slots")

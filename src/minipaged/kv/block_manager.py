@@ -336,6 +336,7 @@ class KVBlockManager:
         Blocks that they fill become findable. A block whose content is cached already stays private, but what follows
         is found below the cached one. Once a sequence's history has been evicted under it, or forgotten by
         `reset_prefix_cache`, its later blocks are not cached.
+
         ValueError beyond sequence_length, or if a shared block was committed with other tokens.
         """
         state = self._state(sequence_id)

@@ -85,9 +85,7 @@ class BlockPool:
             self._events.append(BlockEvent(kind, block, *where))
 
     def tell(self) -> None:
-        """The operation is over: the listener hears of all its events, whatever it raises; the first exception comes
-        out afterwards.
-        """
+        """The operation is over: the listener hears of all its events. The first exception comes out afterwards."""
         if self.listener is None or not self._events:
             return
         events, self._events = self._events, []
@@ -179,9 +177,7 @@ class BlockPool:
             self.emit("free", block, sequence, index)
 
     def drain_copies(self) -> list[tuple[int, int]]:
-        """Pairs to run now. Those of the drain before have run, so that blocks which waited for them are reported
-        free.
-        """
+        """Pairs to run now. Those of the drain before have run: blocks that waited for them are reported free."""
         for block in [block for block in self.unreported if block not in self.copies.sources]:
             del self.unreported[block]
             self.emit("free", block)

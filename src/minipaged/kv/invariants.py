@@ -90,9 +90,7 @@ def _check_partition(m: KVBlockManager) -> None:
 
 
 def _check_shared_fill(m: KVBlockManager) -> None:
-    """Owners of a block agree on where it is and how full it is; so the next slot of a block has one writer, or needs
-    a copy.
-    """
+    """Owners of a block agree on where and how full it is, so its next slot has one writer or needs a copy."""
     place_of: dict[int, tuple[int, int]] = {}  # block -> logical index, tokens in it
     for state in m.sequences.values():
         for logical, block in enumerate(state.block_table):
