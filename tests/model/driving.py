@@ -30,7 +30,11 @@ class Driver:
         self.free = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.caches = [
             PagedKVCache(
-                self.num_blocks, config.num_key_value_heads, self.block_size, config.head_dim, dtype=self.model.dtype
+                self.num_blocks,
+                config.num_key_value_heads,
+                self.block_size,
+                config.head_dim,
+                dtype=self.model.activation_dtype,
             )
             for _ in self.model.layers
         ]

@@ -11,6 +11,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.backend import AttentionBatch
 from minipaged.ops.cpu.backend import NativeBackend
 
@@ -43,7 +44,9 @@ class Run:
     def __post_init__(self) -> None:
         blocks = 1500 // self.block_size + 8
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        self.caches = [PagedKVCache(blocks, 2, self.block_size, 64, dtype=self.model.dtype) for _ in range(3)]
+        self.caches = [
+            PagedKVCache(blocks, 2, self.block_size, 64, dtype=self.model.activation_dtype) for _ in range(3)
+        ]
         for cache in self.caches:
             cache.fill_(float("nan"))
 
@@ -75,7 +78,7 @@ class Run:
 
 def test_logits_do_not_depend_on_how_they_are_computed(dtype: torch.dtype) -> None:
     models = [
-        Qwen3Model.load(CONFIG, RandomWeights(CONFIG, dtype=dtype), NativeBackend(threads=n), dtype=dtype)
+        load_model(CONFIG, RandomWeights(CONFIG, dtype=dtype), NativeBackend(threads=n), activation_dtype=dtype)
         for n in (1, 2)
     ]
     g = torch.Generator().manual_seed(0)
