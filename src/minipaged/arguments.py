@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
+from math import nan
+from numbers import Real
 from operator import index
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def check_keywords(caller: str, given: Iterable[str], known: Sequence[str], listed: str) -> None:
@@ -38,14 +41,23 @@ def hinting(cls: C) -> C:
 
 def as_int(value: Any) -> int | None:
     """`value` as an int if it is an integer of any kind (numpy's too: whatever has `__index__`), None for anything
-    else, bools included.
+    else, bools and what raises when it is asked included.
     """
-    if isinstance(value, bool):
-        return None
     try:
-        return index(value)
-    except TypeError:
+        return None if isinstance(value, bool) else index(value)
+    except Exception:
         return None
+
+
+def as_float(value: Any) -> float | None:
+    """`value` as a float if it is a number of any kind (numpy's too) that is finite in float32, None for anything else,
+    bools included.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else nan
+    except Exception:
+        return None
+    return number if abs(number) <= LARGEST_FLOAT32 else None
 
 
 def checked_int(name: str, value: Any, *, minimum: int | None = None) -> int:

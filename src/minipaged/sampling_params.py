@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
-from minipaged.arguments import as_int, hinting
+from minipaged.arguments import as_float, as_int, hinting
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,8 +52,25 @@ class ModelDefaults(Protocol):
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """What the fields that a model's generation_config may fill in are without one."""
-LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-MOST_URGENT = 1 << 31  # a priority: far beyond any that waiting can make up for
+
+_RANGES = {
+    "n": (int, 1, inf),
+    "temperature": (float, 0.0, inf),
+    "top_p": (float, 0.0, 1.0),
+    "top_k": (int, -1, inf),
+    "min_p": (float, 0.0, 1.0),
+    "seed": (int, -inf, inf),
+    "max_tokens": (int, 1, inf),
+    "min_tokens": (int, 0, inf),
+    "logprobs": (int, -1, inf),
+    "prompt_logprobs": (int, -1, inf),
+    "presence_penalty": (float, -2.0, 2.0),
+    "frequency_penalty": (float, -2.0, 2.0),
+    "repetition_penalty": (float, 1e-6, 1e6),
+    "length_penalty": (float, -inf, inf),
+    "priority": (int, -(1 << 31), 1 << 31),  # far beyond any that waiting can make up for
+}
+"""The numbers among the fields: whole or not, lowest and highest value."""
 
 
 @hinting
@@ -124,23 +140,16 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check_int("n", 1)
-        self._check_float("temperature", 0.0, optional=True)
-        self._check_float("top_p", 0.0, 1.0, optional=True)
-        self._check_int("top_k", -1, optional=True)
-        self._check_float("min_p", 0.0, 1.0, optional=True)
-        self._check_int("seed", None, optional=True)
-        self._check_int("max_tokens", 1, optional=True)
-        self._check_int("min_tokens", 0)
-        self._check_int("logprobs", -1, optional=True)
-        self._check_int("prompt_logprobs", -1, optional=True)
-        self._check_float("presence_penalty", -2.0, 2.0)
-        self._check_float("frequency_penalty", -2.0, 2.0)
-        self._check_float("repetition_penalty", 1e-6, 1e6, optional=True)
-        self._check_float("length_penalty", -math.inf)
-        self._check_int("priority", None)
-        if abs(self.priority) > MOST_URGENT:
-            raise ValueError(f"priority must be from {-MOST_URGENT} to {MOST_URGENT}, got {self.priority}")
+        for name, (kind, low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and self.__dataclass_fields__[name].default is None:
+                continue
+            number = as_int(value) if kind is int else as_float(value)
+            if number is None or not low <= number <= high:
+                limits = [f" {word} {limit:.12g}" for word, limit in (("from", low), ("to", high)) if isfinite(limit)]
+                wanted = ("an integer" if kind is int else "a finite number") + "".join(limits)
+                raise ValueError(f"{name} must be {wanted}, got {value!r}")
+            self._set(name, number)
         for name in ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -171,6 +180,11 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty not in (None, 1.0)
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether tokens are drawn from changed logits, beyond the first `min_tokens`."""
+        return self.penalised or self.logit_bias is not None or self.token_mask is not None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is kept: a tuple, empty when there is none."""
         return self.stop if isinstance(self.stop, tuple) else ()
@@ -190,13 +204,19 @@ class SamplingParams:
         filled: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         for name, neutral in NEUTRAL.items():
             if filled[name] is None:
-                default = getattr(defaults, name) if defaults is not None else None
+                default = getattr(defaults, name, None)
                 filled[name] = neutral if default is None else default
         if filled["max_tokens"] is None:
             filled["max_tokens"] = max_len
         resolved = SamplingParams(**filled)
         resolved._set("eos_token_ids", tuple(defaults.eos_token_ids) if defaults is not None else ())
         return resolved
+
+    def with_ends(self, token_ids: Iterable[int]) -> SamplingParams:
+        """Resolved parameters in which these tokens end a text as the model's own do."""
+        changed = replace(self)
+        changed._set("eos_token_ids", tuple(dict.fromkeys((*self.eos_token_ids, *token_ids))))
+        return changed
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ValueError if `logit_bias` or `stop_token_ids` names ids outside the vocabulary, or if more log-probabilities
@@ -213,29 +233,6 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # frozen: only while being created
-
-    def _check_int(self, name: str, low: int | None, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        number = as_int(value)
-        if number is None or (low is not None and number < low):
-            wanted = (
-                "an integer" + ("" if low is None else f" of at least {low}") + (" or left out" if optional else "")
-            )
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-        self._set(name, number)
-
-    def _check_float(self, name: str, low: float, high: float = math.inf, *, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
-        if not _is_number(value) or not low <= value <= high or abs(value) > LARGEST_FLOAT32:
-            limits = [f"from {low:g}"] if low > -math.inf else []
-            limits += [f"to {high:g}"] if high < math.inf else []
-            wanted = " ".join(["a finite number", *limits]) + (" or left out" if optional else "")
-            raise ValueError(f"{name} must be {wanted}, got {value!r}")
-        self._set(name, float(value))
 
     def _checked_stop(self) -> tuple[str, ...]:
         given = self.stop
@@ -267,16 +264,8 @@ class SamplingParams:
             number = as_int(token_id)
             if number is None or number < 0:
                 raise ValueError(f"logit_bias must have integers of at least 0 as token ids, got {token_id!r}")
-            if not _is_number(bias) or not -100.0 <= bias <= 100.0:
+            amount = as_float(bias)
+            if amount is None or not -100.0 <= amount <= 100.0:
                 raise ValueError(f"logit_bias must have values from -100 to 100, got {bias!r} for token id {token_id}")
-            checked[number] = float(bias)
+            checked[number] = amount
         return checked or None
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(float(value))
-    except OverflowError:  # an integer beyond any float
-        return False

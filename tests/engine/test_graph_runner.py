@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipaged import LLM, SamplingParams
 from minipaged.engine.listeners import Poison
-from minipaged.llm.memory import check_gpu_pool, gpu_pool_bytes
+from minipaged.llm.memory import check_pool, gpu_pool_bytes
 from minipaged.runner.graph_runner import GraphRunner, bucket_sizes
 from minipaged.runner.warm_up import warm_up
 from tiny import random_tokens
@@ -157,6 +157,6 @@ def test_pool_of_a_gpu() -> None:
     assert gpu_pool_bytes(70 * gib, 80 * gib, 0.9) == 62 * gib
     with pytest.raises(ValueError, match=r"allows 72\.00 of 80\.00 GiB, and 75\.00 GiB are in use.*raise gpu_memory"):
         gpu_pool_bytes(5 * gib, 80 * gib, 0.9)
-    check_gpu_pool(5 * gib, 5 * gib)
-    with pytest.raises(ValueError, match=r"pool of 6\.00 GiB does not fit: 5\.00 GiB .* lower num_blocks"):
-        check_gpu_pool(6 * gib, 5 * gib)
+    check_pool(5 * gib, 5 * gib, "cuda:0")
+    with pytest.raises(MemoryError, match=r"pool of .*6\.00 GiB.* does not fit: .*5\.00 GiB.* lower num_blocks"):
+        check_pool(6 * gib, 5 * gib, "cuda:0")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from minipaged.engine.plan import ScheduledSequence, StepPlan
 from minipaged.engine.sequence import Sequence
+
+from minipaged.engine.plan import ScheduledSequence, StepPlan
 from minipaged.kv import BlockEvent
 from minipaged.runner.input_batch import InputBatch
 from minipaged.sampling_params import SamplingParams

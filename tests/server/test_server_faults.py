@@ -151,3 +151,67 @@ def test_a_step_that_takes_too_long_makes_health_fail(tokenizer_folder: Path) ->
         read_until(sock, b'"usage"')
         sock.close()
         assert rig.http.get("/health").status_code == 200
+
+
+def test_failure_for_ever_shows_on_the_probes_and_one_failure_does_not(
+    stub: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "hi", "max_tokens": 2}
+    execute, failing = stub.runner.execute, True
+
+    def sometimes(plan: Any) -> Any:
+        if failing:
+            raise LookupError("the kernel is gone")
+        return execute(plan)
+
+    monkeypatch.setattr(stub.runner, "execute", sometimes)
+    for count in range(1, 6):
+        assert stub.http.post("/v1/completions", json=body).status_code == 500
+        for path in ("/health", "/ready"):
+            answer = stub.http.get(path)
+            assert answer.status_code == (200 if count < 3 else 503), (count, path)
+            if count >= 3:
+                said = answer.json()["error"]["message"]
+                assert (
+                    said
+                    == f"{count} forward passes in a row have failed, the last one with LookupError: the kernel is gone"
+                )
+    failing = False
+    assert stub.http.post("/v1/completions", json=body).status_code == 200
+    assert stub.http.get("/health").status_code == stub.http.get("/ready").status_code == 200
+    failing = True
+    assert stub.http.post("/v1/completions", json=body).status_code == 500
+    assert stub.http.get("/ready").status_code == 200
+    failing = False
+    assert stub.http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_small_answers_on_a_reused_connection_are_not_delayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accepted connection has TCP_NODELAY, which asyncio sets where the listening socket names its protocol."""
+    import asyncio
+    import socket
+
+    from minipaged.server.lifecycle import listen
+
+    async def accepted() -> int:
+        options: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        async def look(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            options.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        sock = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(look, sock=sock):
+            _, writer = await asyncio.open_connection(*sock.getsockname())
+            found = await options
+            writer.close()
+            return found
+
+    assert asyncio.run(accepted()) != 0
+
+
+def test_an_empty_host_does_not_listen_everywhere() -> None:
+    from minipaged.server.lifecycle import listen
+
+    with pytest.raises(OSError, match="--host must name an address"):
+        listen("", 0)

@@ -14,12 +14,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from minipaged.errors import CheckpointError, PoolSizeWarning, UnsupportedModelError
+from minipaged.llm.options import EngineOptions
 from minipaged.ops.registry import backend_names
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,58 +63,59 @@ class Flag:
         return number
 
 
+_DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
+
+
+def _llm_flag(name: str, kind: type, text: str, *, unit: str = "") -> Flag:
+    """The flag of a keyword of `LLM`, with that keyword's default."""
+    return Flag(name, kind, _DEFAULTS[name], text, unit=unit)
+
+
 LLM_FLAGS = (
-    Flag("tokenizer", str, None, "Folder of the tokenizer, if it is not the model's."),
-    Flag("revision", str, None, "Branch, tag or commit of a Hub model."),
-    Flag("dtype", str, "auto", "auto, float32, bfloat16 or float16."),
-    Flag("device", str, "auto", "auto, cpu or cuda."),
-    Flag("backend", str, None, f"Kernels: {', '.join(backend_names())}; the best that runs by default."),
-    Flag("block_size", int, 16, "Tokens per KV block.", unit="a number of tokens, for example 16"),
-    Flag(
+    _llm_flag("tokenizer", str, "Folder of the tokenizer, if it is not the model's."),
+    _llm_flag("revision", str, "Branch, tag or commit of a Hub model."),
+    _llm_flag("dtype", str, "auto, float32, bfloat16 or float16."),
+    _llm_flag("device", str, "auto, cpu or cuda."),
+    _llm_flag("backend", str, f"Kernels: {', '.join(backend_names())}; the best that runs by default."),
+    _llm_flag("block_size", int, "Tokens per KV block.", unit="a number of tokens, for example 16"),
+    _llm_flag(
         "num_blocks",
         int,
-        None,
         "KV blocks in the pool; sized from memory by default.",
         unit="a number of KV blocks, for example 1024",
     ),
-    Flag("kv_cache_memory", int, None, "Bytes for the KV pool.", unit="a number of bytes, for example 1073741824"),
-    Flag(
+    _llm_flag("kv_cache_memory", int, "Bytes for the KV pool.", unit="a number of bytes, for example 1073741824"),
+    _llm_flag(
         "gpu_memory_utilization",
         float,
-        0.9,
         "Share of the GPU's memory to use.",
         unit="a share above 0 and at most 1, for example 0.9",
     ),
-    Flag(
+    _llm_flag(
         "max_model_len",
         int,
-        None,
         "Longest sequence (prompt + output) in tokens.",
         unit="a number of tokens, for example 4096",
     ),
-    Flag(
-        "max_num_seqs", int, 64, "Sequences that may hold blocks at once.", unit="a number of sequences, for example 64"
-    ),
-    Flag(
+    _llm_flag("max_num_seqs", int, "Sequences that may hold blocks at once.", unit="a number of sequences"),
+    _llm_flag(
         "max_num_batched_tokens",
         int,
-        None,
         "Token budget of one step (512 on the CPU, 8192 on a GPU).",
         unit="a number of tokens, for example 512",
     ),
-    Flag("enable_prefix_caching", bool, True, "Keep full blocks findable for later prompts."),
-    Flag("eviction_policy", str, "lru", "Which idle cached block goes first: lru or lfu."),
-    Flag("scheduling_policy", str, "fcfs", "Who runs first: fcfs or priority."),
-    Flag("seed", int, 0, "Random seed."),
-    Flag(
+    _llm_flag("enable_prefix_caching", bool, "Keep full blocks findable for later prompts."),
+    _llm_flag("eviction_policy", str, "Which idle cached block goes first: lru or lfu."),
+    _llm_flag("scheduling_policy", str, "Who runs first: fcfs or priority."),
+    _llm_flag("seed", int, "Random seed."),
+    _llm_flag(
         "threads",
         int,
-        None,
         "Compute threads; min(affinity, cgroup quota) by default.",
         unit="a number of threads, for example 4",
     ),
-    Flag("check_invariants", bool, False, "Check the block manager after every step (slow)."),
-    Flag("kv_journal", str, None, "Write the block manager's events to this file."),
+    _llm_flag("check_invariants", bool, "Check the block manager after every step (slow)."),
+    _llm_flag("kv_journal", str, "Write the block manager's events to this file."),
 )
 
 SAMPLING_FLAGS = (

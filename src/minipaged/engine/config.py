@@ -1,4 +1,4 @@
-"""What bounds and steers the engine; everything about the model itself lives in the runner."""
+"""What bounds and steers the engine, and its numbers; everything about the model itself lives in the runner."""
 
 from __future__ import annotations
 
@@ -14,6 +14,34 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Numbers about an engine at one moment.
+
+    running, waiting: sequences now (a waiting request counts once, whatever its n). preemptions, recomputed_tokens:
+    since the start. Blocks now: free + idle + in_use = total; shared is the part of in_use that more than one sequence
+    holds, saved is how many blocks more there would have to be without sharing. prefix_query_tokens, prefix_hit_tokens:
+    prompt tokens looked up and found, since the start. internal_fragmentation_tokens: slots of blocks in use that hold
+    no token, now. eviction_policy: the name of the one that serves; "lru (NAME failed: ...)" once one of the caller's
+    own has failed.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int
+    recomputed_tokens: int
+    blocks_total: int
+    blocks_free: int
+    blocks_idle: int
+    blocks_in_use: int
+    blocks_shared: int
+    blocks_saved: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    internal_fragmentation_tokens: int
+    eviction_policy: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Limits and policy of one engine. All lengths are in tokens.
 
@@ -23,7 +51,7 @@ class EngineConfig:
     max_num_batched_tokens: tokens computed per step, decodes included. When decodes alone reach it, one prefill token
     per step
         is still granted; when there are more running sequences than this, they take turns.
-    vocab_size: token ids must be below it; None = unchecked.
+    vocab_size: token ids must be below it; None = any that fit into 64 bits.
     scheduling_policy: "fcfs" (by arrival) or "priority" (`SamplingParams.priority`, smaller = sooner, with ageing).
     priority_ageing_steps: under "priority", how many engine steps of waiting are worth one level of priority.
     watermark: share of the pool that an admission leaves free while others run, so that they have room to grow.

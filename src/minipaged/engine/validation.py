@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from minipaged.sampling_params import SamplingParams
     from minipaged.text.tokenizer import Tokenizer
 
+ANY_ID = 1 << 63
+"""The vocabulary of a model that does not say how large it is: token ids are kept in 64 bits."""
+
 
 def tokenize(
     prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab_size: int | None
@@ -32,7 +35,7 @@ def tokenize(
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     low, high = min(token_ids), max(token_ids)
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
+    if low < 0 or high >= (vocab_size or ANY_ID):
         wrong = low if low < 0 else high
         raise ValueError(f"token id {wrong} in the prompt is outside the vocabulary of {vocab_size} ids")
     return text, token_ids
@@ -50,8 +53,7 @@ def fit(
         raise RequestTooLargeError(
             f"n = {params.n} sequences never fit in max_num_seqs = {config.max_num_seqs}: raise it"
         )
-    if config.vocab_size is not None:
-        params.check_vocabulary(config.vocab_size)
+    params.check_vocabulary(config.vocab_size or ANY_ID)
     max_tokens = params.max_tokens if params.max_tokens is not None else max(1, room)
     if config.max_model_len is not None and prompt_len + max_tokens > config.max_model_len:
         raise RequestTooLargeError(

@@ -15,10 +15,45 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from minipaged.kv.block_copies import PendingCopies
 from minipaged.kv.events import BlockEvent, EventKind, Listener
 from minipaged.kv.eviction import EvictionPolicy
 from minipaged.kv.prefix_index import Entry, PrefixIndex
+
+
+class PendingCopies:
+    """Copies that copy-on-write owes: whole blocks, to be run before the step's first write.
+
+    (source, destination) pairs that mean the same in any order, or at once: no destination is a source or occurs twice.
+
+    A copy of a block that is itself still waiting for its copy is taken from that copy's source. Nothing has been
+    written to the block in between, because writes come after the copies.
+    """
+
+    def __init__(self) -> None:
+        self.source_of: dict[int, int] = {}  # destination -> source, in the order of the appends
+        self.sources: dict[int, int] = {}  # source -> in how many pairs
+
+    def add(self, block: int, destination: int) -> int:
+        """Owe `destination` the content of `block`; returns the source to copy from."""
+        source = self.source_of.get(block, block)
+        self.source_of[destination] = source
+        self.sources[source] = self.sources.get(source, 0) + 1
+        return source
+
+    def drop(self, destination: int) -> None:
+        """The destination lost its last owner: nothing is owed to it any more."""
+        source = self.source_of.pop(destination, None)
+        if source is not None:
+            self.sources[source] -= 1
+            if not self.sources[source]:
+                del self.sources[source]
+
+    def drain(self) -> list[tuple[int, int]]:
+        """All pairs, in the order of the appends; afterwards nothing is owed."""
+        pairs = [(source, destination) for destination, source in self.source_of.items()]
+        self.source_of.clear()
+        self.sources.clear()
+        return pairs
 
 
 class BlockPool:
@@ -40,7 +75,7 @@ class BlockPool:
         self.policy = policy
         self.copies = PendingCopies()
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
-        self._listener = listener
+        self.listener = listener
         self._events: list[BlockEvent] = []  # of the operation that is running
         self._releases = 0
 
@@ -53,20 +88,20 @@ class BlockPool:
         source: int | None = None,
     ) -> None:
         """Note an event, for `tell`."""
-        if self._listener is not None:
+        if self.listener is not None:
             self._events.append(BlockEvent(kind, block, sequence, index, source))
 
     def tell(self) -> None:
         """The operation is over: the listener hears of all its events, whatever it raises; the first exception comes
         out afterwards.
         """
-        if self._listener is None or not self._events:
+        if self.listener is None or not self._events:
             return
         events, self._events = self._events, []
         failure: BaseException | None = None
         for event in events:
             try:
-                self._listener(event)
+                self.listener(event)
             except BaseException as error:  # Ctrl-C too: a mirror of the tables must not miss an event
                 failure = failure or error
         if failure is not None:

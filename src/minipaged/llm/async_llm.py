@@ -19,13 +19,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from minipaged.llm.options import EngineOptions, takes_options
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from minipaged.engine.config import EngineStats
     from minipaged.engine.engine import Engine
     from minipaged.engine.request import Request
-    from minipaged.engine.stats import EngineStats
     from minipaged.outputs import RequestOutput
+    from minipaged.text.detokenizer import ChatText
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Mailbox:
         return latest
 
 
+@takes_options
 class AsyncLLM:
     """Serves many requests at once from asyncio; the keywords are those of `LLM`. Close it, or use `async with`.
 
@@ -68,7 +71,6 @@ class AsyncLLM:
 
     def __init__(self, model: Any = None, **options: Any) -> None:
         from minipaged.llm.loading import load_engine
-        from minipaged.llm.options import EngineOptions
 
         loaded = load_engine(EngineOptions.from_keywords("AsyncLLM", {"model": model, **options}))
         self._start(loaded.engine, loaded.close_hooks)
@@ -125,6 +127,7 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         prompt_text: str | None = None,
+        chat: ChatText | None = None,
     ) -> Request:
         """Tokenise and check a request without any effect on the engine; any thread. Arguments and errors of
         `generate`.
@@ -135,6 +138,7 @@ class AsyncLLM:
             sampling_params or SamplingParams(),
             cache_salt=cache_salt,
             prompt_text=prompt_text,
+            chat=chat,
         )
 
     def submit(self, request: Request) -> OutputStream:
@@ -162,6 +166,16 @@ class AsyncLLM:
     def is_running(self) -> bool:
         """Whether the engine's thread is alive and takes requests."""
         return self._thread.is_alive() and not self._closing and self.error is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why nobody should count on this engine although it runs: `FAILED_STEPS_AT_MOST` forward passes in a row have
+        raised. One that works makes it None again.
+        """
+        count = self.engine.failed_steps
+        if count < FAILED_STEPS_AT_MOST:
+            return None
+        return f"{count} forward passes in a row have failed, the last one with {self.engine.failure}"
 
     @property
     def step_seconds(self) -> float:

@@ -5,31 +5,30 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
 from dataclasses import replace
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from minipaged.arguments import check_keywords, hinting
+from minipaged.arguments import check_keywords
 from minipaged.engine.engine import Engine
+from minipaged.llm.interrupts import Interrupts
 from minipaged.llm.loading import LoadedEngine, load_engine
-from minipaged.llm.options import EngineOptions
+from minipaged.llm.options import EngineOptions, takes_options
 from minipaged.outputs import CompletionOutput, RequestOutput
 from minipaged.sampling_params import SamplingParams
+from minipaged.text.detokenizer import ChatText
 
 if TYPE_CHECKING:
-    import torch
-
-    from minipaged.engine.config import SchedulingPolicy
     from minipaged.engine.request import Request
-    from minipaged.kv import EvictionPolicy
     from minipaged.model.source import ModelSource
     from minipaged.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
 
-@hinting
+@takes_options
 class LLM:
     """A model with its engine. Use as a context manager, or call `close` to give the memory back.
 
@@ -58,54 +57,9 @@ class LLM:
     from several threads; their calls share the batch.
     """
 
-    def __init__(
-        self,
-        model: str | Path | ModelSource | None = None,
-        *,
-        tokenizer: str | Path | Tokenizer | None = None,
-        revision: str | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | torch.device = "auto",
-        backend: str | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        eviction_policy: str | EvictionPolicy = "lru",
-        scheduling_policy: SchedulingPolicy = "fcfs",
-        seed: int = 0,
-        threads: int | None = None,
-        check_invariants: bool = False,
-        kv_journal: str | Path | None = None,
-    ) -> None:
-        self._loaded: LoadedEngine | None = load_engine(
-            EngineOptions(
-                model=model,
-                tokenizer=tokenizer,
-                revision=revision,
-                dtype=dtype,
-                device=device,
-                backend=backend,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                kv_cache_memory=kv_cache_memory,
-                gpu_memory_utilization=gpu_memory_utilization,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                enable_prefix_caching=enable_prefix_caching,
-                eviction_policy=eviction_policy,
-                scheduling_policy=scheduling_policy,
-                seed=seed,
-                threads=threads,
-                check_invariants=check_invariants,
-                kv_journal=kv_journal,
-            )
-        )
+    def __init__(self, model: str | Path | ModelSource | None = None, **options: Any) -> None:
+        given = EngineOptions.from_keywords("LLM", {"model": model, **options})
+        self._loaded: LoadedEngine | None = load_engine(given)
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._news: dict[
@@ -178,7 +132,7 @@ class LLM:
         text = self.render_chat(messages, **template_options, **(chat_template_kwargs or {}))
         return self._stream(self._prepare(text, sampling_params, chat=True))
 
-    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Message], /, **options: Any) -> str:
         """The prompt that the model's chat template makes of a conversation. ValueError if there is no tokenizer or no
         template.
         """
@@ -218,13 +172,14 @@ class LLM:
         """End every request and let go of weights and pool. A second call does nothing; any other use is a
         RuntimeError.
         """
-        with self._lock:
-            loaded, self._loaded = self._loaded, None
-            self._news.clear()
-        if loaded is not None:
-            loaded.engine.drop_all()
-            for hook in loaded.close_hooks:
-                hook()
+        with Interrupts():
+            with self._lock:
+                loaded, self._loaded = self._loaded, None
+                self._news.clear()
+            if loaded is not None:
+                loaded.engine.drop_all()
+                for hook in loaded.close_hooks:
+                    hook()
 
     def __enter__(self) -> LLM:
         return self
@@ -249,33 +204,38 @@ class LLM:
             check_keywords(caller, options, known, f"help(LLM.{caller}); chat_template_kwargs takes any variable")
 
     def _prepare(self, prompt: Any, params: SamplingParams | None, *, chat: bool = False) -> Request:
-        loaded, text = self._open(), None
+        loaded, text, rules = self._open(), None, None
         if chat and loaded.tokenizer is not None:
             text, prompt = prompt, loaded.tokenizer.encode(prompt, add_special_tokens=False)
+            rules = ChatText(end_token_ids=loaded.tokenizer.end_of_turn)
         request_id = f"{next(self._numbers)}"
-        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text)
+        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text, chat=rules)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        with _Bar(len(requests), use_tqdm) as bar, _Live(self, requests):
+        live = _Live(self, requests)
+        with _Bar(len(requests), use_tqdm) as bar, Interrupts() as interrupts, closing(live), live:
             while len(results) < len(requests):
                 for request in requests:
                     output = None if request.request_id in results else self._take(request)
                     if output is not None and output.finished:
                         results[request.request_id] = output
                         bar(output)
+                interrupts.deliver()
                 if len(results) < len(requests):
                     self._step()
         return [results[request.request_id] for request in requests]
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         given = [CompletionOutput(index) for index in range(request.params.n)]
-        with _Live(self, [request]):
+        live = _Live(self, [request])
+        with closing(live), live:
             while True:
-                output = self._take(request)
-                if output is None:
-                    self._step()
-                    continue
+                with Interrupts():
+                    output = self._take(request)
+                    if output is None:
+                        self._step()
+                        continue
                 yield _difference(output, given)
                 if output.finished:
                     return
@@ -301,24 +261,27 @@ class LLM:
 
 
 class _Live:
-    """Requests from their start to their end, or to the end of interest in them."""
+    """Requests from their start to their end, or to the end of interest in them.
+
+    Used as `with closing(live), live`: an exception that keeps `__exit__` from its work leaves `close` to do it.
+    """
 
     def __init__(self, llm: LLM, requests: Iterable[Request]) -> None:
         self.llm, self.requests = llm, list(requests)
 
     def __enter__(self) -> None:
-        with self.llm._lock:
+        with Interrupts(), self.llm._lock:
             engine = self.llm._open().engine
-            try:
-                for request in self.requests:
-                    engine.submit(request)
-                    self.llm._news[request.request_id] = None
-            except BaseException:
-                self.__exit__()
-                raise
+            for request in self.requests:
+                engine.submit(request)
+                self.llm._news[request.request_id] = None
 
     def __exit__(self, *_: object) -> None:
-        with self.llm._lock:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody waits for them any more: those that are not over end."""
+        with Interrupts(), self.llm._lock:
             for request in self.requests:
                 self.llm._news.pop(request.request_id, None)
                 if self.llm._loaded is not None:

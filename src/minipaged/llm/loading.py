@@ -23,7 +23,7 @@ from minipaged.llm.memory import (
     CPU_MEMORY_SHARE,
     PoolSize,
     check_cpu_memory,
-    check_gpu_pool,
+    check_pool,
     gpu_pool_bytes,
     size_pool,
 )
@@ -144,8 +144,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         kv_cache_memory=options.kv_cache_memory,
     )
     pool_bytes = pool.num_blocks * block_bytes
-    if on_gpu:
-        check_gpu_pool(pool_bytes, _gpu_memory(device)[0])
+    check_pool(pool_bytes, _gpu_memory(device)[0] if on_gpu else cgroup.available_memory(), str(device))
     with _naming(
         f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks, block_size or kv_cache_memory"
     ):

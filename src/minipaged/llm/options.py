@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minipaged.arguments import as_int, check_keywords
 from minipaged.engine.config import EngineConfig, SchedulingPolicy
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from minipaged.model.source import ModelSource
     from minipaged.text.tokenizer import Tokenizer
 
+C = TypeVar("C", bound=type)
 _SIZES = {  # name -> whether it may be None
     "block_size": False,
     "max_num_seqs": False,
@@ -85,6 +87,22 @@ class EngineOptions:
         check_keywords(caller, keywords, known, "help(minipaged.LLM)")
         return cls(**keywords)
 
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """Of whatever takes these options: the model first, in any way, all others by keyword."""
+        kinds = {"model": inspect.Parameter.POSITIONAL_OR_KEYWORD}
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    field.name,
+                    kinds.get(field.name, inspect.Parameter.KEYWORD_ONLY),
+                    default=field.default,
+                    annotation=field.type,
+                )
+                for field in fields(cls)
+            ]
+        )
+
     def _check_size(self, name: str, optional: bool) -> None:
         value = getattr(self, name)
         if value is None and optional:
@@ -97,3 +115,9 @@ class EngineOptions:
         if size > _LARGEST_SIZE:
             raise ValueError(f"{name} = {value} is more than any memory holds: lower it")
         object.__setattr__(self, name, size)  # frozen: only while being created
+
+
+def takes_options(cls: C) -> C:
+    """A class whose `__init__` takes these options as `model` and keywords: `help` and editors see each of them."""
+    cls.__signature__ = EngineOptions.signature()  # type: ignore[attr-defined]
+    return cls

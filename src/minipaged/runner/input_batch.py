@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,17 +37,19 @@ class BlockTables:
     def __init__(self, num_rows: int, width: int) -> None:
         self.table: Array = np.zeros((num_rows, width), dtype=np.int32)
         self._row_of: dict[int, int] = {}
-        self._free = list(range(num_rows - 1, -1, -1))
 
     def on_event(self, event: BlockEvent) -> None:
         """Follow one change of a table; other events are nothing to a table."""
         if event.kind in ("allocate", "share", "copy") and event.sequence is not None:
             row = self._row_of.get(event.sequence)
             if row is None:
-                row = self._row_of[event.sequence] = self._take_row()
+                used = set(self._row_of.values())
+                row = self._row_of[event.sequence] = next(row for row in count() if row not in used)
             index = event.logical_index or 0
-            if index >= self.table.shape[1]:
-                self.table = np.pad(self.table, ((0, 0), (0, index + 1)))
+            num_rows, width = self.table.shape
+            if row >= num_rows or index >= width:
+                more = (row + 1 if row >= num_rows else 0, index + 1 if index >= width else 0)
+                self.table = np.pad(self.table, ((0, more[0]), (0, more[1])))
             self.table[row, index] = event.block
 
     def rows(self, sequence_ids: Iterable[int]) -> list[int]:
@@ -56,16 +59,7 @@ class BlockTables:
     def release(self, sequence_ids: Iterable[int]) -> None:
         """These sequences hold no block any more; unknown ones are ignored."""
         for sequence_id in sequence_ids:
-            row = self._row_of.pop(sequence_id, None)
-            if row is not None:
-                self._free.append(row)
-
-    def _take_row(self) -> int:
-        if not self._free:
-            num_rows = len(self.table)
-            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
-            self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free.pop()
+            self._row_of.pop(sequence_id, None)
 
 
 class Staging:

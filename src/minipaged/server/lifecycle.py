@@ -55,8 +55,12 @@ def listen(host: str, port: int) -> socket.socket:
 
     OSError that names host and port if that is not possible.
     """
+    if not host:
+        raise OSError("--host must name an address, got '': 127.0.0.1 is this machine alone, 0.0.0.0 every interface")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio sets TCP_NODELAY on what it accepts: without it, each answer on a reused
+    # connection waits for the client's delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted connections inherit these: a client whose machine is gone, or that never reads, does not stay.

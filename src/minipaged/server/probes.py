@@ -23,11 +23,13 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 def health(service: Service) -> Response:
-    """200 while the engine's thread lives and no step takes too long, else 503 with the reason."""
+    """200 while the engine's thread lives, its steps work and none takes too long, else 503 with the reason."""
     llm, limit = service.llm, service.settings.step_timeout
     if not llm.is_running:
         died = f": {type(llm.error).__name__}" if llm.error is not None else ""
         raise ApiError(503, f"the engine's thread has ended{died}", code="engine_dead")
+    if llm.failure is not None:
+        raise ApiError(503, llm.failure, code="engine_failing")
     running = llm.step_seconds
     if running > limit:
         raise ApiError(

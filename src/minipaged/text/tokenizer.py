@@ -92,8 +92,12 @@ class Tokenizer:
         return backend
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
-        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out of a text."""
+        flags = {token_id: token.special for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        for token_id, entry in (self.config.get("added_tokens_decoder") or {}).items():
+            flags[int(token_id)] = bool(entry.get("special"))  # where both files flag a token, transformers takes this
+        return frozenset(token_id for token_id, special in flags.items() if special)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -106,6 +110,11 @@ class Tokenizer:
         generation_config.json."""
         token = self.special_tokens.get("eos_token")
         return None if token is None else self._backend.token_to_id(token)
+
+    @property
+    def end_of_turn(self) -> tuple[int, ...]:
+        """What ends a chat's turn beside the model's own end-of-sequence ids, which a fine-tune may not list."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
 
     @cached_property
     def is_byte_level(self) -> bool:
@@ -162,11 +171,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not know have none; invalid UTF-8 becomes U+FFFD."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        hidden = self.special_ids if skip_special_tokens else ()
+        ids = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out of the text."""
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     def token_to_id(self, token: str) -> int | None:
         """The id of one token as the vocabulary spells it, None if there is none."""
