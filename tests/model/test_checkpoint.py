@@ -304,7 +304,6 @@ def shard(folder: Path, names: dict[str, list[str]], tensors: dict[str, torch.Te
 def test_what_transformers_loads_loads_with_the_same_result(kind: str, tmp_path: Path) -> None:
     from driving import Driver
 
-    from minipaged.model.qwen3 import Qwen3Model
     from tiny import hf_logits, load_hf, make_tiny_folder
 
     shape = {"head_dim": 128} if kind == "no head_dim" else {}
@@ -327,7 +326,7 @@ def test_what_transformers_loads_loads_with_the_same_result(kind: str, tmp_path:
         shard(folder, files, tensors, set(names))
     tokens = [5, 90, 17, 210, 4, 8]
     wanted = hf_logits(load_hf(folder), tokens)
-    model = Qwen3Model.from_folder(folder, TorchBackend(), dtype="float32", progress=False)
+    model = load_folder(folder, TorchBackend(), dtype="float32", progress=False)
     assert (Driver(model, 4).step({0: tokens}) - wanted).abs().max() < 1e-4
 
 

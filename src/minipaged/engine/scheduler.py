@@ -217,14 +217,9 @@ class Scheduler:
                 if victim is sequence:
                     return 0
                 self.preempt(victim)
-        self._rows[sequence] = ScheduledSequence(
-            sequence,
-            start,
-            wanted,
-            slots,
-            sequence.samples_with if start + wanted == len(sequence.token_ids) else (),
-            scores_prompt,
-        )
+        sample_for = sequence.samples_with if start + wanted == len(sequence.token_ids) else ()
+        num_logits = wanted if scores_prompt else min(1, len(sample_for))
+        self._rows[sequence] = ScheduledSequence(sequence, start, wanted, slots, sample_for, scores_prompt, num_logits)
         return wanted
 
     # ---- admission
