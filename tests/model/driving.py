@@ -22,6 +22,7 @@ class Driver:
     model: Qwen3Model
     block_size: int
     num_blocks: int = 300
+    kv_dtype: torch.dtype | None = None  # of the activations
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -34,7 +35,7 @@ class Driver:
                 config.num_key_value_heads,
                 self.block_size,
                 config.head_dim,
-                dtype=self.model.activation_dtype,
+                dtype=self.kv_dtype or self.model.activation_dtype,
             )
             for _ in self.model.layers
         ]

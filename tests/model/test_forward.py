@@ -11,7 +11,7 @@ from driving import Driver
 
 from minipaged.model.weights import load_folder
 from minipaged.ops.backend import Backend
-from minipaged.ops.registry import get_backend
+from minipaged.ops.registry import available_backends, get_backend
 from minipaged.ops.torch.backend import TorchBackend
 from tiny import clear_positions, hf_logits, load_hf, make_tiny_folder, random_tokens
 
@@ -193,3 +193,32 @@ def test_bf16_checkpoint_in_float32_equals_hugging_face(backend: Backend, tmp_pa
     model = load_folder(folder, backend, dtype="float32", progress=False)
     prompt = random_tokens(40, seed=9)
     assert error(Driver(model, 4).step({0: prompt}), hf_logits(load_hf(folder), prompt)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [n for n in ("reference", "torch", "cpu") if available_backends()[n] is None])
+@pytest.mark.parametrize(
+    ("activations", "kv", "allowed"), [("float32", torch.bfloat16, 0.1), ("bfloat16", torch.float32, 0.4)]
+)
+def test_kv_of_another_type(
+    folders: dict[str, tuple[Path, Any]], name: str, activations: str, kv: torch.dtype, allowed: float
+) -> None:
+    """K/V is rounded to its own type and nothing else is, by every back end alike."""
+    folder, oracle = folders["gqa2"]
+    model = load_folder(folder, get_backend(name), dtype=activations, progress=False)
+    assert (model.weight_form, str(model.activation_dtype)) == (activations, f"torch.{activations}")
+    prompt = random_tokens(40, seed=11)
+    driver = Driver(model, 4, kv_dtype=kv)
+    logits = torch.cat([driver.step({0: prompt[:25]}), driver.step({0: prompt[25:39]}), driver.step({0: prompt[39:]})])
+    assert {cache.dtype for cache in driver.caches} == {kv}
+    assert logits.dtype == torch.float32
+    same = Driver(load_folder(folder, get_backend("reference"), dtype=activations, progress=False), 4, kv_dtype=kv)
+    assert error(logits, same.step({0: prompt})) < (1e-2 if activations == "float32" else allowed)
+    assert error(logits, hf_logits(oracle, prompt)) < allowed
+    if activations == "float32":  # the K/V of the whole prompt, read back, is what float32 gives, rounded once
+        exact = Driver(model, 4)
+        exact.step({0: prompt})
+        for ours, wide in zip(driver.caches, exact.caches, strict=True):
+            for rounded, value in zip(ours.gather(driver.tables[0], 40), wide.gather(exact.tables[0], 40), strict=True):
+                assert rounded.dtype == torch.bfloat16
+                assert error(rounded.float(), value) < 0.05
+        assert error(logits, exact.step({1: prompt})) > 1e-4
