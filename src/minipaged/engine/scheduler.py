@@ -204,7 +204,8 @@ class Scheduler:
                     return 0
                 self.preempt(victim)
         sample_for = sequence.samples_with if start + wanted == len(sequence.token_ids) else ()
-        self._rows[sequence] = ScheduledSequence(sequence, start, wanted, slots, sample_for, scores_prompt)
+        num_logits = wanted if scores_prompt else min(1, len(sample_for))
+        self._rows[sequence] = ScheduledSequence(sequence, start, wanted, slots, sample_for, scores_prompt, num_logits)
         return wanted
 
     # ---- admission
