@@ -11,25 +11,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minipaged.server.errors import refused
+from minipaged.server.grammar_vocabulary import GrammarVocabulary
+from minipaged.server.tool_grammar import tool_grammar
 
 if TYPE_CHECKING:
     from minipaged.server.protocol import GenerationBody
     from minipaged.text.tokenizer import Tokenizer
 
-TokenMask = Callable[[list[int]], "np.ndarray[Any, Any] | None"]
+TokenMask = Callable[[list[int]], "np.ndarray[Any, Any]"]
 
 MAX_CHOICES = 10_000  # the library takes more than linear time for them
 TRIAL_TOKENS = 8  # tokens without an alternative that a new grammar is followed over, to see whether it works
 MAX_STATES = 64  # per request: at least one for each of its n children, so that none has to start again
 JSON_OBJECT = {"type": "object"}
+CLOSE_THOUGHT = "</think>"
 
 
 class Guide:
     """Makes token masks for one model. Everything here is slow enough to belong in a worker thread."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int], vocab_size: int | None = None) -> None:
+        """vocab_size: the number of ids that the model can write, None = as many as the tokenizer knows."""
         self._tokenizer = tokenizer
-        self._eos_token_ids = list(eos_token_ids)
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < self._vocab_size]
 
     def mask_for(self, body: GenerationBody, *, thought_is_open: bool) -> TokenMask | None:
         """The mask that `response_format` or a `guided_...` field asks for, None if there is none.
@@ -45,40 +50,56 @@ class Guide:
         name, value = wanted[0]
         if body.ignore_eos or body.min_tokens:
             raise refused(f"{name} excludes ignore_eos and min_tokens: the grammar says where the text ends", name)
+        return self._mask(name, lambda: _grammar(_llguidance(name), name, value), thought_is_open=thought_is_open)
+
+    def mask_for_tools(
+        self, tools: Sequence[dict[str, Any]], names: Sequence[str], *, parallel: bool, thought_is_open: bool
+    ) -> TokenMask:
+        """The mask that forces a call of one of the functions `names`; several calls are allowed if parallel.
+
+        tools: the request's, as OpenAI writes them. thought_is_open: as for `mask_for`. 400 for a name that no tool
+        has, for a schema that makes no sense, and without llguidance.
+        """
+        return self._mask(
+            "tools",
+            lambda: tool_grammar(tools, names, parallel=parallel, reference=self._vocabulary.reference),
+            thought_is_open=thought_is_open,
+        )
+
+    def _mask(self, name: str, write_grammar: Callable[[], str], *, thought_is_open: bool) -> GrammarMask:
         if not self._eos_token_ids:
             raise refused(f"{name} needs a model with an end-of-sequence token", name)
         llguidance = _llguidance(name)
-        grammar = _grammar(llguidance, name, value)
-        root = llguidance.LLMatcher(self._ll_tokenizer, grammar, log_level=0)
-        if root.is_error():
-            raise refused(f"{name} cannot be used: {_first_line(root.get_error())}", name)
+        grammar = write_grammar()
+        vocabulary = self._vocabulary
+
+        def matcher(text: str) -> Any:
+            made = llguidance.LLMatcher(vocabulary.ll_tokenizer, text, log_level=0)
+            if made.is_error():
+                raise refused(f"{name} cannot be used: {_first_line(made.get_error())}", name)
+            return made
+
+        mask = GrammarMask(name, matcher(grammar), vocabulary)
         try:
-            self._try_out(GrammarMask(name, root, self._tokenizer.vocab_size))
+            self._try_out(mask)
         except ValueError as error:
             raise refused(f"{name} cannot be used: {error}", name) from None
-        close = self._tokenizer.token_to_id("</think>") if thought_is_open else None
-        return GrammarMask(name, root, self._tokenizer.vocab_size, after=close)
+        if not thought_is_open:
+            return mask
+        return GrammarMask(name, matcher(_after_a_thought(grammar, vocabulary)), vocabulary)
 
     def _try_out(self, mask: GrammarMask) -> None:
         """ValueError if a grammar that could be read fails at its first token, or along the only way there is."""
         token_ids: list[int] = []
         for _ in range(TRIAL_TOKENS):
-            allowed = mask(token_ids)
-            assert allowed is not None
-            only = np.flatnonzero(allowed)
+            only = np.flatnonzero(mask(token_ids))
             if len(only) != 1 or only[0] in self._eos_token_ids:
                 break
             token_ids.append(int(only[0]))
 
     @cached_property
-    def _ll_tokenizer(self) -> Any:
-        import llguidance
-
-        return llguidance.LLTokenizer(
-            str(self._tokenizer.folder / "tokenizer.json"),
-            n_vocab=self._tokenizer.vocab_size,
-            eos_token=self._eos_token_ids,
-        )
+    def _vocabulary(self) -> GrammarVocabulary:
+        return GrammarVocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
 
 class GrammarMask:
@@ -88,24 +109,16 @@ class GrammarMask:
     a walk from the beginning.
     """
 
-    def __init__(self, field: str, root: Any, vocab_size: int, *, after: int | None = None) -> None:
-        """field: of the body that asked for it. root: an llguidance matcher that has seen nothing; it is only copied.
-
-        vocab_size: length of the masks. after: a token id; nothing is masked until it has come, None = from the start.
-        """
+    def __init__(self, field: str, root: Any, vocabulary: GrammarVocabulary) -> None:
+        """field: of the body that asked for it. root: an llguidance matcher that has seen nothing, to be copied."""
         self.field = field
         self.failure: str | None = None  # why the last call raised, which is the grammar's fault and not the engine's
         self._root = root
-        self._vocab_size = vocab_size
-        self._after = after
+        self._vocabulary = vocabulary
         self._states: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
-    def __call__(self, token_ids: list[int]) -> np.ndarray[Any, Any] | None:
-        """bool [vocabulary of the tokenizer]; None = everything. ValueError for tokens that the grammar refuses."""
-        if self._after is not None:
-            if self._after not in token_ids:
-                return None
-            token_ids = token_ids[token_ids.index(self._after) + 1 :]
+    def __call__(self, token_ids: list[int]) -> np.ndarray[Any, Any]:
+        """bool [vocabulary of the model]. ValueError for tokens that the grammar refuses."""
         try:
             return self._allowed(tuple(token_ids))
         except ValueError as error:
@@ -118,9 +131,15 @@ class GrammarMask:
         if matcher.is_error():
             reason = _first_line(matcher.get_error())
             raise ValueError(f"the grammar matches no text, or is too large to follow ({reason})")
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        allowed = np.unpackbits(bits, count=self._vocabulary.vocab_size, bitorder="little").view(np.bool_)
         if not allowed.any():
             raise ValueError("the grammar allows no token at all here")
+        ends = self._vocabulary.eos_token_ids
+        if allowed[ends].any() and not matcher.is_accepting():
+            # A grammar that asks for the end token in the middle: the engine would end there, half way through.
+            allowed[ends] = False
+            if not allowed.any():
+                raise ValueError("the grammar goes on after a token that ends the text")
         return allowed
 
     def _at(self, token_ids: tuple[int, ...]) -> Any:
@@ -186,6 +205,19 @@ def _grammar(llguidance: Any, name: str, value: Any) -> str:
     if len(value) > MAX_CHOICES:
         raise refused(f"guided_choice must hold at most {MAX_CHOICES} choices, got {len(value)}", name)
     return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value)))
+
+
+def _after_a_thought(grammar: str, vocabulary: GrammarVocabulary) -> str:
+    """The grammar of a text that begins inside a thought: anything up to the first `</think>`, then `grammar`."""
+    whole = json.loads(grammar) if grammar.lstrip().startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    answer, *others = whole["grammars"]
+    close = vocabulary.reference(CLOSE_THOUGHT)
+    if close is not None and vocabulary.is_control(CLOSE_THOUGHT):
+        thought = f"thought: THOUGHT {close}\nTHOUGHT: /(?s:.*)/ & ~/(?s:.*)<\\/think>(?s:.*)/"
+    else:
+        thought = "thought[lazy]: /(?s:.*)<\\/think>/"
+    lark = f"start: thought NEWLINES @answer\n{thought}\nNEWLINES: /\\n{{0,2}}/"
+    return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *others]})
 
 
 def _first_line(text: str) -> str:

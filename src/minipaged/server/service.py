@@ -7,6 +7,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from minipaged.errors import RequestTooLargeError
@@ -39,7 +40,6 @@ class Service:
         self.chat_template = chat_template
         self.admission = Admission(settings.max_queued_requests, llm.engine.config.max_num_seqs)
         self.metrics = Metrics(llm)
-        self._guide: Guide | None = None
         self._workers = ThreadPoolExecutor(max_workers=1, thread_name_prefix="minipaged-text")
 
     @property
@@ -121,12 +121,15 @@ class Service:
 
     def token_mask(self, body: GenerationBody, *, thought_is_open: bool = False) -> TokenMask | None:
         """The grammar that a body asks for, None if there is none."""
-        if self._guide is None:
-            if not asks_for_grammar(body):
-                return None
-            defaults = self.llm.engine.config.generation_defaults
-            self._guide = Guide(self.need_tokenizer(), defaults.eos_token_ids if defaults is not None else ())
-        return self._guide.mask_for(body, thought_is_open=thought_is_open)
+        return self.guide.mask_for(body, thought_is_open=thought_is_open) if asks_for_grammar(body) else None
+
+    @cached_property
+    def guide(self) -> Guide:
+        """Maker of grammars for this model. 400 for a model without a tokenizer."""
+        config = self.llm.engine.config
+        defaults = config.generation_defaults
+        ends = defaults.eos_token_ids if defaults is not None else ()
+        return Guide(self.need_tokenizer(), ends, config.vocab_size)
 
     def prepare(
         self, token_ids: list[int], params: SamplingParams, body: GenerationBody, *, prompt_text: str | None
