@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipaged.server.errors import refused
-from minipaged.server.tools import CLOSE, OPEN
+from minipaged.text.tool_calls import CLOSE, OPEN
 
 
 def tool_grammar(
