@@ -37,6 +37,7 @@ SERVER_MAY_IMPORT = {
     "minipaged.errors",
     "minipaged.llm",
     "minipaged.text.chat_template",
+    "minipaged.text.detokenizer",
     "minipaged.text.reasoning",
     "minipaged.text.tokenizer",
     "minipaged.text.tool_calls",

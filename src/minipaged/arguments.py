@@ -38,13 +38,11 @@ def hinting(cls: C) -> C:
 
 def as_int(value: Any) -> int | None:
     """`value` as an int if it is an integer of any kind (numpy's too: whatever has `__index__`), None for anything
-    else, bools included.
+    else, bools and what raises when it is asked included.
     """
-    if isinstance(value, bool):
-        return None
     try:
-        return index(value)
-    except TypeError:
+        return None if isinstance(value, bool) else index(value)
+    except Exception:
         return None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minipaged.arguments import as_int, hinting
@@ -171,6 +171,11 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty not in (None, 1.0)
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether tokens are drawn from changed logits, beyond the first `min_tokens`."""
+        return self.penalised or self.logit_bias is not None or self.token_mask is not None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it is kept: a tuple, empty when there is none."""
         return self.stop if isinstance(self.stop, tuple) else ()
@@ -197,6 +202,12 @@ class SamplingParams:
         resolved = SamplingParams(**filled)
         resolved._set("eos_token_ids", tuple(defaults.eos_token_ids) if defaults is not None else ())
         return resolved
+
+    def with_ends(self, token_ids: Iterable[int]) -> SamplingParams:
+        """Resolved parameters in which these tokens end a text as the model's own do."""
+        changed = replace(self)
+        changed._set("eos_token_ids", tuple(dict.fromkeys((*self.eos_token_ids, *token_ids))))
+        return changed
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """ValueError if `logit_bias` or `stop_token_ids` names ids outside the vocabulary, or if more log-probabilities

@@ -57,7 +57,40 @@ class Unhashable(RankedPolicy):
         return [super().evict()]  # type: ignore[return-value]
 
 
-BROKEN = [(NoSuper, "has no attribute"), (WrongRank, "rank"), (Unhashable, "not one of the")]
+class Hostile:
+    """An answer that raises whatever is done with it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __index__(self) -> int:
+        raise OverflowError
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+class HostileError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+class AnswersHostile(Unhashable):
+    def evict(self) -> int:
+        return Hostile()  # type: ignore[return-value]
+
+
+class RaisesHostile(Unhashable):
+    def evict(self) -> int:
+        raise HostileError
+
+
+BROKEN = [
+    (NoSuper, "has no attribute"),
+    (WrongRank, "rank"),
+    (Unhashable, "not one of the"),
+    (AnswersHostile, "<Hostile instance"),
+    (RaisesHostile, "HostileError"),
+]
 
 
 @pytest.mark.parametrize(("policy", "message"), BROKEN)

@@ -61,7 +61,7 @@ class Recording:
 
     def result(self, request_id: str, index: int = 0) -> tuple[list[int], torch.Tensor]:
         """Generated tokens, and the logits [generated, vocabulary] that they were drawn from."""
-        child = self.requests[request_id].children[index]
+        child = self.requests[request_id].sequences[index]
         return self.last[request_id].outputs[index].token_ids, torch.stack(self.logits[child.sequence_id])
 
 

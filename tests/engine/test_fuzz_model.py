@@ -115,7 +115,7 @@ class ModelRig:
     def _compare(self, requests: dict, last: dict, reference: object) -> tuple[int, int]:
         compared = clear_ones = 0
         for request_id, output in last.items():
-            for child, completion in zip(requests[request_id].children, output.outputs, strict=True):
+            for child, completion in zip(requests[request_id].sequences, output.outputs, strict=True):
                 tokens = completion.token_ids
                 assert completion.finish_reason != "error" or completion.error.endswith("after all writes")
                 if not tokens:

@@ -11,7 +11,7 @@ from stub_engine import StubEngine, alone
 from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import RowResult, SampledToken, StepPlan, StepResult
-from minipaged.engine.request import Child
+from minipaged.engine.request import Sequence
 from minipaged.kv import KVBlockManager
 from minipaged.outputs import RequestMetrics
 from minipaged.sampling_params import SamplingParams
@@ -29,14 +29,14 @@ def make_busy(state: str) -> StubEngine:
     if state == "queued":
         return stub
     stub.step(3)
-    victim = stub.engine._live["victim"].children[0]
+    victim = stub.engine._live["victim"].sequences[0]
     if state == "preempted":
         stub.engine.scheduler.preempt(victim)
     elif state == "finished":
         while "victim" not in stub.finish_order:
             stub.step()
     expected = {"waiting": "WAITING", "preempted": "WAITING", "finished": "FINISHED"}.get(state, "RUNNING")
-    assert victim.state.name == expected
+    assert victim.status.name == expected
     assert (state == "mid-prefill") == (0 < victim.num_computed < victim.num_prompt_tokens)
     return stub
 
@@ -234,14 +234,14 @@ def test_an_error_in_one_requests_text_fails_that_request() -> None:
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_an_error_in_one_childs_text_leaves_nothing_of_its_siblings(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the siblings have just ended with the same step."""
-    append = Child.append
+    append = Sequence.append
 
-    def fail(self: Child, sample: SampledToken) -> None:
+    def fail(self: Sequence, sample: SampledToken) -> None:
         if self.index == bad and self.request.request_id == "bad":
             raise LookupError("no such token")
         append(self, sample)
 
-    monkeypatch.setattr(Child, "append", fail)
+    monkeypatch.setattr(Sequence, "append", fail)
     for max_tokens in (1, 5):
         stub = StubEngine()
         stub.add("bad", [1, 2, 3], n=3, max_tokens=max_tokens)

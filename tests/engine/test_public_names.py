@@ -15,7 +15,7 @@ def test_the_names_of_the_contract_come_from_the_package() -> None:
 
     assert Engine is InEngine
     assert EngineConfig is InConfig
-    assert {EngineStats.__module__, Runner.__module__} == {"minipaged.engine.stats", "minipaged.engine.plan"}
+    assert {EngineStats.__module__, Runner.__module__} == {"minipaged.engine.config", "minipaged.engine.plan"}
     assert {StepPlan.__name__, StepResult.__name__} == {"StepPlan", "StepResult"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from llm_rig import GREEDY, is_idle, load
 
-from minipaged import LLM
+from minipaged import LLM, SamplingParams
 from minipaged.kv import BlockEvent, FanOut, KVBlockManager
 from minipaged.runner.input_batch import BlockTables
 
@@ -51,9 +51,35 @@ def test_foreign_sequences_of_any_length_change_no_token(
         assert is_idle(llm)
 
 
-def test_a_foreign_sequence_with_the_engines_next_id_fails_that_request_alone(
-    tiny_folder: Path, undisturbed: list[int]
-) -> None:
+@pytest.mark.parametrize("fork", [False, True])
+def test_foreign_sequences_with_ids_that_the_engine_will_need(tiny_folder: Path, fork: bool) -> None:
+    """They live on through prefill, fork, penalties (counts are kept by id), preemption and the end of the request."""
+    params = SamplingParams(n=3, temperature=1.0, seed=4, max_tokens=12, presence_penalty=1.5, ignore_eos=True)
+    with load(tiny_folder) as llm:
+        wanted = [c.token_ids for c in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs]
+        manager = llm.engine.block_manager
+        for sequence_id in range(3, 12, 1 + fork):
+            if fork and sequence_id > 3:
+                manager.fork_sequence(3, sequence_id)
+            else:
+                manager.create_sequence(sequence_id)
+                manager.append_tokens(sequence_id, 5)
+        foreign = {i: list(state.block_table) for i, state in manager.sequences.items()}
+        tokens: list[list[int]] = [[], [], []]
+        for number, output in enumerate(llm.stream(PROMPT, params)):
+            if number == 4:
+                llm.engine.scheduler.preempt(llm.engine.scheduler.running[-1])
+            for got, completion in zip(tokens, output.outputs, strict=True):
+                got.extend(completion.token_ids)
+        assert tokens == wanted
+        assert {i: state.block_table for i, state in manager.sequences.items()} == foreign
+        assert not llm.engine.runner.sampler._counts  # type: ignore[attr-defined]
+        for sequence_id in foreign:
+            manager.release_sequence(sequence_id)
+        assert is_idle(llm)
+
+
+def test_the_row_of_a_foreign_sequence_that_is_gone(tiny_folder: Path, undisturbed: list[int]) -> None:
     with load(tiny_folder) as llm:
         assert llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == undisturbed
         llm.engine.block_manager.create_sequence(1)

@@ -304,3 +304,43 @@ def test_reasoning_does_not_depend_on_the_cuts(snippets: list[str], rng: random.
 )
 def test_what_a_prompt_says_about_thoughts(prompt: str, kwargs: dict[str, Any], wanted: Thinking) -> None:
     assert thinking_after(prompt, **kwargs) is wanted
+
+
+WALKS = '{"name": "weather", "arguments": {"city": "a", "days": 2}}'
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"text": "use </tool_call> here"}', r'{"half": "\ud83d!", "nul": "\u0000"}', '{"a":1 ,  "b": 2}']
+)
+def test_the_models_own_arguments_come_through(stub: Rig, arguments: str) -> None:
+    stub.runner.says(f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>')
+    message = stub.client.chat.completions.create(model="stub", messages=USER, tools=TOOLS, n=2).choices[1].message
+    assert message.tool_calls[0].function.arguments == arguments
+    assert both_ways(stub, tools=TOOLS)["calls"] == [("weather", json.loads(arguments))]
+
+
+def test_half_a_surrogate_pair_anywhere_breaks_no_response(stub: Rig) -> None:
+    stub.runner.says(r'<tool_call>{"name": "\ud83d", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>')
+    for stream in (False, True):
+        answer = stub.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS, "stream": stream})
+        assert answer.status_code == 200
+        assert r"\ud83d" in answer.text
+        assert "error" not in answer.text
+
+
+def test_stop_strings_spare_the_thought_unless_asked_not_to(stub: Rig) -> None:
+    stub.runner.says("<think>\na\n\nb\n</think>\n\nHello\n\nyou")
+    answer = both_ways(stub, stop=["\n\n"])
+    assert (answer["reasoning_content"], answer["content"], answer["finish_reason"]) == ("a\n\nb", "Hello", "stop")
+    answer = both_ways(stub, stop=["\n\n"], extra_body={"stop_in_reasoning": True})
+    assert (answer["reasoning_content"], answer["content"]) == ("a", "")
+
+
+def test_tools_are_printed_in_the_clients_order(stub: Rig) -> None:
+    tool = {
+        "function": {"parameters": {"properties": {}, "type": "object"}, "strict": True, "name": "f"},
+        "type": "function",
+    }
+    stub.runner.says("ok")
+    both_ways(stub, tools=[tool])
+    assert json.dumps(tool) in prompt_of(stub)

@@ -72,8 +72,8 @@ def test_every_cut_of_the_nine_bytes_into_steps_c39(tokenizer: Tokenizer) -> Non
             if cut:
                 pieces.append(raw[start:end])
                 start = end
-        fake = type("Pieces", (), {"id_to_bytes": lambda _, i: pieces[i], "is_special": lambda *_: False})  # noqa: B023
-        stream = ByteStream(fake(), skip_special_tokens=True)  # type: ignore[arg-type]
+        fake = type("Pieces", (), {"id_to_bytes": lambda _, i: pieces[i]})  # noqa: B023
+        stream = ByteStream(fake(), frozenset())  # type: ignore[arg-type]
         text = ""
         for index in range(len(pieces)):
             text += stream.push(index)
@@ -222,11 +222,11 @@ def test_other_decoders_give_whole_characters_and_the_full_decode(tmp_path: Path
     ids = [the, space, 1, 2, *byte, the, tokenizer.token_to_id("<s>") or 0, 9, space, *byte, 3, *byte, 10_000]
     for cut in range(len(ids) + 1):
         for skip in (True, False):
-            stream = text_stream(tokenizer, skip_special_tokens=skip)
+            stream = text_stream(tokenizer, tokenizer.special_ids if skip else frozenset())
             text = "".join(stream.push(token_id) for token_id in ids[:cut])
             assert "\ufffd" not in text
             assert text + stream.flush() == tokenizer.decode(ids[:cut], skip_special_tokens=skip)
-    stream = text_stream(tokenizer, skip_special_tokens=True)  # invalid bytes without end do not pile up
+    stream = text_stream(tokenizer, tokenizer.special_ids)  # invalid bytes without end do not pile up
     text = "".join(stream.push(byte[1]) for _ in range(200))
     assert len(stream._ids) <= 32  # type: ignore[attr-defined]
     assert text + stream.flush() == "\ufffd" * 200

@@ -14,7 +14,7 @@ from text_rig import sequence
 from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from minipaged.engine.plan import SampledToken
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.sampling import sample as draw_module
 from minipaged.sampling.logit_edits import edit_logits
 from minipaged.sampling.logprobs import prompt_logprobs, token_logprobs

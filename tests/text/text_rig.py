@@ -8,7 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.sampling_params import SamplingParams
 
 # ids: the 256 bytes, then merges, then these; the models' vocabulary goes on without tokens

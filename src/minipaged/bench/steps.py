@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from minipaged.bench.limits import StepWork
 from minipaged.engine.plan import ScheduledSequence, StepPlan
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

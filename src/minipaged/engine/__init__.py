@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from minipaged.engine.config import EngineConfig
+    from minipaged.engine.config import EngineConfig, EngineStats
     from minipaged.engine.engine import Engine
     from minipaged.engine.plan import RowResult, Runner, SampledToken, ScheduledSequence, StepPlan, StepResult
-    from minipaged.engine.request import Request
-    from minipaged.engine.sequence import Sequence
-    from minipaged.engine.stats import EngineStats
+    from minipaged.engine.request import Request, Sequence
     from minipaged.errors import RequestTooLargeError
     from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from minipaged.sampling_params import SamplingParams
@@ -27,7 +25,7 @@ _HOME = {
     "Engine": "minipaged.engine.engine",
     "EngineConfig": "minipaged.engine.config",
     "EngineDeadError": "minipaged.llm.async_llm",
-    "EngineStats": "minipaged.engine.stats",
+    "EngineStats": "minipaged.engine.config",
     "Logprob": "minipaged.outputs",
     "OutputStream": "minipaged.llm.async_llm",
     "Request": "minipaged.engine.request",
@@ -39,7 +37,7 @@ _HOME = {
     "SampledToken": "minipaged.engine.plan",
     "SamplingParams": "minipaged.sampling_params",
     "ScheduledSequence": "minipaged.engine.plan",
-    "Sequence": "minipaged.engine.sequence",
+    "Sequence": "minipaged.engine.request",
     "StepPlan": "minipaged.engine.plan",
     "StepResult": "minipaged.engine.plan",
 }

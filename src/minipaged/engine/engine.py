@@ -20,21 +20,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from minipaged.engine.config import EngineConfig
-from minipaged.engine.request import Child, Request
+from minipaged.engine.config import EngineConfig, EngineStats
+from minipaged.engine.request import Request, Sequence
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.stats import EngineStats
 from minipaged.engine.validation import fit, tokenize
 from minipaged.kv.prefix_index import check_salt
-from minipaged.outputs import RequestOutput
+from minipaged.outputs import RequestMetrics, RequestOutput
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.engine.plan import RowResult, Runner, ScheduledSequence, StepPlan
     from minipaged.kv import KVBlockManager
     from minipaged.outputs import FinishReason
+    from minipaged.text.detokenizer import ChatText
     from minipaged.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,10 @@ class Engine:
         self.clock = clock
         self.max_model_len = config.max_model_len or self.room_for(0)
         release = getattr(runner, "release", None)
-        self.scheduler = Scheduler(block_manager, config, (lambda sid: release([sid])) if release else lambda sid: None)
+        self._sequence_ids = itertools.count()
+        self.scheduler = Scheduler(
+            block_manager, config, self._sequence_ids, (lambda sid: release([sid])) if release else lambda sid: None
+        )
         self.batch_invariant = config.batch_invariant
         """Logits are bit-identical whatever else is in the batch."""
         self.num_steps = 0
@@ -80,7 +83,6 @@ class Engine:
         self._commands: deque[tuple[str, Request]] = deque()
         self._live: dict[str, Request] = {}
         self._serials = itertools.count()
-        self._sequence_ids = itertools.count()
 
     # ---- requests, from any thread
 
@@ -120,10 +122,11 @@ class Engine:
         *,
         cache_salt: str | None = None,
         prompt_text: str | None = None,
+        chat: ChatText | None = None,
     ) -> Request:
         """Check a request and build it without any effect on the engine (see `add_request`); `submit` queues it.
 
-        prompt_text: what token ids were made from, to be shown in the output.
+        prompt_text: what token ids were made from, to be shown in the output. chat: how the text of a chat differs.
         """
         if os.getpid() != self._process:
             raise RuntimeError(
@@ -136,19 +139,25 @@ class Engine:
         text, token_ids = tokenize(prompt, self.tokenizer, self.config.vocab_size)
         room = self.room_for(len(token_ids))
         params = fit(len(token_ids), sampling_params, room, self.config, self.block_manager)
+        if chat is not None:
+            params = params.with_ends(chat.end_token_ids)
         serial = next(self._serials)
         seed = params.seed if params.seed is not None else random.Random(f"{self.config.seed}/{serial}").getrandbits(64)
+        arrival = 0
+        if self.config.scheduling_policy == "priority":
+            arrival = self.num_steps + params.priority * self.config.priority_ageing_steps
         return Request(
             request_id,
             prompt_text if text is None else text,
             token_ids,
             params,
-            seed=seed,
-            serial=serial,
-            sequence_ids=[next(self._sequence_ids) for _ in range(params.n)],
-            cache_salt=cache_salt,
-            tokenizer=self.tokenizer,
-            arrival_time=self.clock(),
+            seed,
+            itertools.islice(self._sequence_ids, params.n),
+            (arrival, serial),
+            self.tokenizer,
+            cache_salt,
+            RequestMetrics(self.clock()),
+            chat,
         )
 
     def submit(self, request: Request) -> None:
@@ -193,8 +202,8 @@ class Engine:
         except BaseException:
             # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
             # true again.
-            for child in list(self.scheduler.running):
-                self.scheduler.preempt(child)
+            for sequence in list(self.scheduler.running):
+                self.scheduler.preempt(sequence)
             raise
         finally:
             self._stepping = False
@@ -210,19 +219,14 @@ class Engine:
             if request.finished:
                 continue
             if command == "add":
-                virtual_arrival = 0
-                if self.config.scheduling_policy == "priority":
-                    virtual_arrival = self.num_steps + request.params.priority * self.config.priority_ageing_steps
-                for child in request.children:
-                    child.order = (virtual_arrival, request.serial, child.index)
-                self.scheduler.add(request.children[0])
+                self.scheduler.add(request.sequences[0])
             else:
                 self._end(request, "abort", None, touched)
 
     def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
         scheduled = self.clock()
         for row in plan.rows:
-            metrics = _request(row).metrics
+            metrics = row.sequence.request.metrics
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = scheduled
         try:
@@ -232,12 +236,12 @@ class Engine:
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
             for row in plan.rows:
-                self._fail(_request(row), error, touched)
+                self._fail(row.sequence.request, error, touched)
             return
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
         for row, row_result in zip(plan.rows, result.rows, strict=True):
-            request = _request(row)
+            request = row.sequence.request
             if request.finished:
                 continue  # a sibling failed a moment ago
             try:
@@ -249,13 +253,12 @@ class Engine:
         """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
         the finished leave.
         """
-        child = cast("Child", row.sequence)
-        request = child.request
+        sequence, request = row.sequence, row.sequence.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
                 self._fail(request, sample.error, touched)
                 return
-        self._mark_computed(child, row.start, row.start + row.num_tokens)
+        self._mark_computed(sequence, row.start, row.start + row.num_tokens)
         if row.prompt_logprobs:
             request.add_prompt_logprobs(result.prompt_logprobs)
         if not row.sample_for:
@@ -265,26 +268,28 @@ class Engine:
             request.metrics.first_token_time = now
         for parent, fork in request.advance(row, result):
             self.scheduler.fork(parent, fork)
-        for sibling in cast("tuple[Child, ...]", row.sample_for):
+        for sibling in row.sample_for:
             if sibling.finish_reason is not None:
                 self.scheduler.remove(sibling)
         if request.finished:
             self._forget(request, now)
 
-    def _mark_computed(self, child: Child, start: int, computed: int) -> None:
+    def _mark_computed(self, sequence: Sequence, start: int, computed: int) -> None:
         """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
         blocks.
         """
-        if start < child.computed_before:
-            again = min(computed, child.computed_before) - start
-            child.request.metrics.num_recomputed_tokens += again
+        if start < sequence.computed_before:
+            again = min(computed, sequence.computed_before) - start
+            sequence.request.metrics.num_recomputed_tokens += again
             self._recomputed_tokens += again
-        child.num_computed = computed
+        sequence.num_computed = computed
         if self._caching:
             full = computed - computed % self.block_manager.block_size
-            if full > child.num_committed:
-                self.block_manager.commit_tokens(child.sequence_id, child.token_ids[child.num_committed : full])
-                child.num_committed = full
+            if full > sequence.num_committed:
+                self.block_manager.commit_tokens(
+                    sequence.sequence_id, sequence.token_ids[sequence.num_committed : full]
+                )
+                sequence.num_committed = full
 
     def _fail(
         self, request: Request, error: str | Exception, touched: dict[Request, None], *, trace: bool = False
@@ -297,11 +302,11 @@ class Engine:
         self._end(request, "error", message, touched)
 
     def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
-        """End every child that is not over yet, in whatever state it is, and give its blocks back."""
-        for child in request.children:
-            if child.finish_reason is None:
-                child.finish(reason, error)
-            self.scheduler.remove(child)
+        """End every sequence that is not over yet, in whatever state it is, and give its blocks back."""
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish(reason, error)
+            self.scheduler.remove(sequence)
         self._forget(request, self.clock())
         touched[request] = None
 
@@ -315,10 +320,10 @@ class Engine:
         """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
         this pool.
         """
-        manager, child = self.block_manager, self.scheduler.waiting[0]
+        manager, sequence = self.block_manager, self.scheduler.waiting[0]
         self._fail(
-            child.request,
-            f"{child.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
+            sequence.request,
+            f"{sequence.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
             f"{manager.num_physical_blocks} are available although no request runs: "
             "something else holds blocks of this engine's manager",
             touched,
@@ -373,8 +378,3 @@ class Engine:
             internal_fragmentation_tokens=manager.internal_fragmentation_tokens(),
             eviction_policy=manager.eviction_policy,
         )
-
-
-def _request(row: ScheduledSequence) -> Request:
-    """Whose row it is: the sequences in this engine's plans are its requests' children."""
-    return cast("Child", row.sequence).request

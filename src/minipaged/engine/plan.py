@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from minipaged.engine.sequence import Sequence
+    from minipaged.engine.request import Sequence
     from minipaged.outputs import Logprob
 
 

@@ -1,14 +1,14 @@
-"""A request and its children: everything the engine keeps beside the tokens themselves."""
+"""A request and its sequences: everything the engine keeps beside the K/V."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from minipaged.engine.sequence import Sequence
 from minipaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from minipaged.text.detokenizer import Detokenizer, name_tokens
+from minipaged.text.detokenizer import ChatText, Detokenizer, name_tokens
 
 if TYPE_CHECKING:
     from minipaged.engine.plan import RowResult, SampledToken, ScheduledSequence
@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from minipaged.sampling_params import SamplingParams
     from minipaged.text.tokenizer import Tokenizer
 
-Order = tuple[int, int, int]
 
-
-class ChildState(Enum):
+class Status(Enum):
     """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the
     prompt.
     """
@@ -31,23 +29,32 @@ class ChildState(Enum):
     FINISHED = 3
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Child(Sequence):
-    """One token stream of a request, as the scheduler sees it."""
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One token stream of a request: prompt tokens, then generated ones. The block manager knows it by `sequence_id`.
 
-    request: Request
-    detokenizer: Detokenizer  # its text, and the check of everything that ends it
-    order: Order  # place in the scheduler's total order: (virtual arrival, serial of the request, index)
-    state: ChildState = ChildState.NEW
-    samples_with: tuple[Child, ...] = ()
+    The first six fields are all that a runner or a sampler needs; the rest is the scheduler's, and what `Request` gives
+    to its own sequences.
+    """
+
+    sequence_id: int  # unique in the manager while it holds blocks, never reused by the engine
+    index: int  # which of the n
+    token_ids: list[int]  # prompt, then generated tokens; only ever appended to
+    num_prompt_tokens: int
+    params: SamplingParams  # resolved: no field that means "the model's default" is left None
+    seed: int  # of the request; the sampler mixes in `index` and the position
+    order: tuple[int, int, int] = (0, 0, 0)
+    """Place in the scheduler's total order: (virtual arrival, serial of the request, index)."""
+    status: Status = Status.NEW
+    samples_with: tuple[Sequence, ...] = ()
     """Who draws from this sequence's logits: itself, or, for the leader of n siblings until the prompt is computed, all
     n.
     """
+    num_computed: int = 0  # tokens whose K/V is in the cache (0 again after a preemption)
     num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
     computed_before: int = 0  # tokens computed before the last preemption: computing them again is waste, and counted
-    waits_for: tuple[Child, int] | None = (
-        None  # (running sequence, number of computed tokens at which its prefix can be shared)
-    )
+    # (running sequence, number of computed tokens at which its prefix can be shared)
+    waits_for: tuple[Sequence, int] | None = None
     blocks_wanted: int = 0  # what an admission attempt that failed would have needed
     keys: PrefixKeys | None = None  # its tokens as keys of the prefix index, from the first time it waits
     last_turn: int = 0  # when it last had its turn, if there are more running sequences than tokens per step
@@ -56,6 +63,18 @@ class Child(Sequence):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    request: Request = field(init=False, repr=False)
+    detokenizer: Detokenizer = field(init=False, repr=False)  # its text, and the check of everything that ends it
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether its next token is drawn from changed logits."""
+        return self.params.edits_logits or self.num_generated < self.params.min_tokens
 
     @property
     def seats(self) -> int:
@@ -69,17 +88,17 @@ class Child(Sequence):
         return computed < self.num_prompt_tokens or len(self.token_ids) - computed > 1
 
     @property
+    def lookup_keys(self) -> PrefixKeys | None:
+        """`keys` if a cached prefix may replace computing."""
+        return None if self.wants_prompt_logprobs else self.keys
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the
         model.
         """
         collected = self.request.prompt_logprobs
         return collected is not None and self.index == 0 and len(collected) < self.num_prompt_tokens
-
-    @property
-    def reads_cache(self) -> bool:
-        """Whether a cached prefix may replace computing."""
-        return not self.wants_prompt_logprobs
 
     def forget_computed(self) -> None:
         """Its blocks are gone: start again at the first token, whatever the prefix cache still holds then."""
@@ -126,84 +145,57 @@ class Child(Sequence):
         )
 
 
+@dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and its n children, of which the first computes the prompt for all."""
+    """A prompt and its n sequences, one for each of `sequence_ids`, of which the first computes the prompt for all.
 
-    __slots__ = (
-        "cache_salt",
-        "children",
-        "metrics",
-        "num_cached_tokens",
-        "num_unfinished",
-        "params",
-        "prompt",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "request_id",
-        "serial",
-        "tokenizer",
-    )
+    prompt: its text, None if it came as token ids. order: (virtual arrival, serial number).
+    """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        seed: int,
-        serial: int,
-        sequence_ids: list[int],
-        cache_salt: str | None,
-        tokenizer: Tokenizer | None,
-        arrival_time: float,
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
-        self.serial = serial
-        self.cache_salt = cache_salt
-        self.tokenizer = tokenizer
-        self.num_cached_tokens: int | None = None
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    sequence_ids: Iterable[int]
+    order: tuple[int, int]
+    tokenizer: Tokenizer | None
+    cache_salt: str | None
+    metrics: RequestMetrics
+    chat: ChatText | None = None
+    sequences: tuple[Sequence, ...] = field(init=False)
+    num_unfinished: int = field(init=False)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)
+    num_cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        params, prompt = self.params, self.prompt_token_ids
         self.num_unfinished = params.n
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = (
-            None if params.prompt_logprobs is None else [None]
+        self.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        self.sequences = tuple(
+            Sequence(sequence_id, index, list(prompt), len(prompt), params, self.seed, (*self.order, index))
+            for index, sequence_id in enumerate(self.sequence_ids)
         )
-        self.metrics = RequestMetrics(arrival_time)
-        self.children = tuple(
-            Child(
-                sequence_id,
-                index,
-                list(prompt_token_ids),
-                len(prompt_token_ids),
-                params,
-                seed,
-                request=self,
-                detokenizer=Detokenizer(params, tokenizer),
-                order=(0, serial, index),
-                logprobs=None if params.logprobs is None else [],
-            )
-            for index, sequence_id in enumerate(sequence_ids)
-        )
-        for child in self.children:
-            child.samples_with = (child,)
-        self.children[0].samples_with = self.children
+        for sequence in self.sequences:
+            sequence.request = self
+            sequence.detokenizer = Detokenizer(params, self.tokenizer, self.chat)
+            sequence.logprobs = None if params.logprobs is None else []
+            sequence.samples_with = (sequence,) if sequence.index else self.sequences
 
     @property
     def finished(self) -> bool:
-        """Whether every child is over."""
+        """Whether every sequence is over."""
         return self.num_unfinished == 0
 
-    def advance(self, row: ScheduledSequence, result: RowResult) -> list[tuple[Child, Child]]:
-        """Give each child in `row.sample_for` its token; returns who is to be forked from whom, (parent, child), before
-        anybody leaves.
+    def advance(self, row: ScheduledSequence, result: RowResult) -> list[tuple[Sequence, Sequence]]:
+        """Give each sequence in `row.sample_for` its token; returns who is to be forked from whom, (parent, child),
+        before anybody leaves.
 
         The one place where the shape of a group changes: n siblings leave the nest when their prompt is computed.
         """
-        leader, siblings = cast("Child", row.sequence), cast("tuple[Child, ...]", row.sample_for)
-        for child, sample in zip(siblings, result.samples, strict=True):
-            child.append(sample)
+        leader, siblings = row.sequence, row.sample_for
+        for sequence, sample in zip(siblings, result.samples, strict=True):
+            sequence.append(sample)
         if len(siblings) == 1:
             return []
         leader.samples_with = (leader,)
@@ -226,7 +218,7 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=None if self.prompt_logprobs is None else self.prompt_logprobs[:],
-            outputs=[child.output() for child in self.children],
+            outputs=[sequence.output() for sequence in self.sequences],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics.snapshot(),

@@ -1,6 +1,6 @@
 """Continuous batching: which tokens of which sequences the next step computes, and who waits.
 
-One total order rules everything: `Child.order`. Under "fcfs" it is the arrival. Under "priority" it is
+One total order rules everything: `Sequence.order`. Under "fcfs" it is the arrival. Under "priority" it is
 
     arrival_step + priority * priority_ageing_steps
 
@@ -37,12 +37,12 @@ max_num_batched_tokens) steps between turns. Induction over the order does the r
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from minipaged.engine.plan import ScheduledSequence, StepPlan
-from minipaged.engine.request import Child, ChildState
+from minipaged.engine.request import Sequence, Status
 from minipaged.errors import OutOfBlocksError
 
 if TYPE_CHECKING:
@@ -63,66 +63,80 @@ PROMPT_LOGPROBS_CHUNK = 64
 class Scheduler:
     """Owns the queues and drives the block manager.
 
-    `on_release(sequence_id)` is called whenever a sequence loses its blocks.
+    sequence_ids: unused numbers. on_release: called with a sequence's number whenever it loses its blocks.
     """
 
-    def __init__(self, manager: KVBlockManager, config: EngineConfig, on_release: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        manager: KVBlockManager,
+        config: EngineConfig,
+        sequence_ids: Iterator[int],
+        on_release: Callable[[int], None],
+    ) -> None:
         self.manager = manager
         self.max_num_seqs = config.max_num_seqs
         self.token_budget = config.max_num_batched_tokens
         self.watermark_blocks = int(manager.num_physical_blocks * config.watermark)
-        self.waiting: list[Child] = []
-        self.running: list[Child] = []
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+        self._sequence_ids = sequence_ids
         self._on_release = on_release
         self._turn = 0
-        self._rows: dict[Child, ScheduledSequence] = {}
+        self._rows: dict[Sequence, ScheduledSequence] = {}
 
     # ---- queues
 
-    def add(self, child: Child) -> None:
+    def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the leader of a request with n > 1 stands for all n until its prompt is computed."""
-        child.state = ChildState.WAITING
-        if child.keys is not None:
-            child.keys.extend(child.token_ids[len(child.keys) :])  # after a preemption: what was generated since
+        sequence.status = Status.WAITING
+        if sequence.keys is not None:
+            sequence.keys.extend(sequence.token_ids[len(sequence.keys) :])  # what was generated before a preemption
         elif self.manager.enable_prefix_caching:
-            child.keys = self.manager.prefix_keys(child.token_ids, salt=child.request.cache_salt)
-        insort(self.waiting, child, key=_ORDER)
+            sequence.keys = self.manager.prefix_keys(sequence.token_ids, salt=sequence.request.cache_salt)
+        insort(self.waiting, sequence, key=_ORDER)
 
-    def fork(self, parent: Child, child: Child) -> None:
+    def fork(self, parent: Sequence, child: Sequence) -> None:
         """`child` starts running with everything that `parent` has in memory, sharing its blocks."""
+        self._claim_id(child)
         self.manager.fork_sequence(parent.sequence_id, child.sequence_id)
         child.num_computed = parent.num_computed
         child.num_committed = parent.num_committed
-        child.state = ChildState.RUNNING
+        child.status = Status.RUNNING
         insort(self.running, child, key=_ORDER)
 
-    def remove(self, child: Child) -> None:
+    def _claim_id(self, sequence: Sequence) -> None:
+        """Another number, if somebody who uses the manager beside the engine has taken this one."""
+        while sequence.sequence_id in self.manager.sequences:
+            self._on_release(sequence.sequence_id)
+            sequence.sequence_id = next(self._sequence_ids)
+
+    def remove(self, sequence: Sequence) -> None:
         """The sequence is over, in whatever state it is: take it out of its queue, give its blocks back."""
-        if child.state is ChildState.RUNNING:
-            self.running.remove(child)
-        elif child.state is ChildState.WAITING:
-            self.waiting.remove(child)
-        child.state = ChildState.FINISHED
-        child.waits_for = None
-        self._release(child)
+        if sequence.status is Status.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        sequence.status = Status.FINISHED
+        sequence.waits_for = None
+        self._release(sequence)
 
-    def preempt(self, child: Child) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Take a running sequence's blocks away; it is computed again later from its own token history."""
-        self.running.remove(child)
-        self._rows.pop(child, None)
-        child.forget_computed()
-        child.request.metrics.num_preemptions += 1
+        self.running.remove(sequence)
+        self._rows.pop(sequence, None)
+        sequence.forget_computed()
+        sequence.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        self.add(child)
-        self._release(child)
+        self.add(sequence)
+        self._release(sequence)
 
-    def _release(self, child: Child) -> None:
-        if child.sequence_id in self.manager.sequences:
-            self.manager.release_sequence(child.sequence_id)
-        self._on_release(child.sequence_id)  # also without blocks: a sibling may have been sampled before its fork
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.sequence_id in self.manager.sequences:
+            self.manager.release_sequence(sequence.sequence_id)
+        self._on_release(sequence.sequence_id)  # without blocks too: a sibling may have been sampled before its fork
 
     # ---- one step
 
@@ -133,20 +147,20 @@ class Scheduler:
         """
         self._rows = {}
         preemptions = self.num_preemptions
-        decodes: list[Child] = []
-        prefills: list[Child] = []
-        for child in self.running:
-            (prefills if child.is_prefill else decodes).append(child)
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (prefills if sequence.is_prefill else decodes).append(sequence)
 
-        for child in self._take_turns(decodes):
-            if child.state is ChildState.RUNNING:  # not preempted by an older one a moment ago
-                self._schedule_tokens(child, 1)
+        for sequence in self._take_turns(decodes):
+            if sequence.status is Status.RUNNING:  # not preempted by an older one a moment ago
+                self._schedule_tokens(sequence, 1)
         budget = max(self.token_budget - len(self._rows), 1)
-        for child in prefills:
+        for sequence in prefills:
             if budget == 0:
                 break
-            if child.state is ChildState.RUNNING:
-                budget -= self._schedule_tokens(child, budget)
+            if sequence.status is Status.RUNNING:
+                budget -= self._schedule_tokens(sequence, budget)
         if self.waiting and budget and self.num_preemptions == preemptions:
             self._admit(budget)
 
@@ -155,24 +169,24 @@ class Scheduler:
             rows.sort(key=_is_chunk)
         return StepPlan(rows, self.manager.take_block_copies(), sum([row.num_tokens for row in rows]))
 
-    def _take_turns(self, decodes: list[Child]) -> list[Child]:
+    def _take_turns(self, decodes: list[Sequence]) -> list[Sequence]:
         """All decodes, or as many as the budget holds: those that have waited longest for their turn."""
         if len(decodes) <= self.token_budget:
             return decodes
         decodes = sorted(decodes, key=attrgetter("last_turn", "order"))[: self.token_budget]
         self._turn += 1
-        for child in decodes:
-            child.last_turn = self._turn
+        for sequence in decodes:
+            sequence.last_turn = self._turn
         return sorted(decodes, key=_ORDER)
 
-    def _schedule_tokens(self, child: Child, budget: int) -> int:
-        """Give `child` slots for its next tokens, at most `budget`; returns how many.
+    def _schedule_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Give `sequence` slots for its next tokens, at most `budget`; returns how many.
 
         0 means that there is no block, and nobody newer to take one from.
         """
-        manager, start = self.manager, child.num_computed
-        wanted = min(len(child.token_ids) - start, budget)
-        scores_prompt = child.wants_prompt_logprobs
+        manager, start = self.manager, sequence.num_computed
+        wanted = min(len(sequence.token_ids) - start, budget)
+        scores_prompt = sequence.wants_prompt_logprobs
         if scores_prompt:
             wanted = min(wanted, PROMPT_LOGPROBS_CHUNK)
         while True:
@@ -182,22 +196,22 @@ class Scheduler:
                 wanted = max(1, min(wanted, -start % block_size + manager.num_available_blocks * block_size))
             try:
                 slots = (
-                    [manager.append_token(child.sequence_id)]
+                    [manager.append_token(sequence.sequence_id)]
                     if wanted == 1
-                    else manager.append_tokens(child.sequence_id, wanted)
+                    else manager.append_tokens(sequence.sequence_id, wanted)
                 )
                 break
             except OutOfBlocksError:
                 victim = self.running[-1]
-                if victim is child:
+                if victim is sequence:
                     return 0
                 self.preempt(victim)
-        self._rows[child] = ScheduledSequence(
-            child,
+        self._rows[sequence] = ScheduledSequence(
+            sequence,
             start,
             wanted,
             slots,
-            child.samples_with if start + wanted == len(child.token_ids) else (),
+            sequence.samples_with if start + wanted == len(sequence.token_ids) else (),
             scores_prompt,
         )
         return wanted
@@ -206,89 +220,91 @@ class Scheduler:
 
     def _admit(self, budget: int) -> None:
         """Start waiting sequences, strictly in order, while seats, tokens and blocks last."""
-        seats = self.max_num_seqs - sum([child.seats for child in self.running])
-        promised = sum([self._still_needed(child) for child in self.running if child.is_prefill])
+        seats = self.max_num_seqs - sum([sequence.seats for sequence in self.running])
+        promised = sum([self._still_needed(sequence) for sequence in self.running if sequence.is_prefill])
         position = 0
         while position < len(self.waiting) and budget > 0:
-            child = self.waiting[position]
-            if child.seats > seats:
+            sequence = self.waiting[position]
+            if sequence.seats > seats:
                 return
-            if self._waits_for_prefix(child):
+            if self._waits_for_prefix(sequence):
                 position += 1
                 continue
-            if not self._start(child, promised):
+            if not self._start(sequence, promised):
                 return
             del self.waiting[position]
-            seats -= child.seats
-            budget -= self._schedule_tokens(child, budget)
-            promised += self._still_needed(child)
+            seats -= sequence.seats
+            budget -= self._schedule_tokens(sequence, budget)
+            promised += self._still_needed(sequence)
 
-    def _still_needed(self, child: Child) -> int:
+    def _still_needed(self, sequence: Sequence) -> int:
         """Blocks for the rest of the tokens known today, after this step's chunk: promised, not to be given away."""
-        left = len(child.token_ids) - self.manager.sequences[child.sequence_id].sequence_length
-        return self.manager.blocks_needed(child.sequence_id, left) if left > 0 else 0
+        left = len(sequence.token_ids) - self.manager.sequences[sequence.sequence_id].sequence_length
+        return self.manager.blocks_needed(sequence.sequence_id, left) if left > 0 else 0
 
-    def _start(self, child: Child, promised: int) -> bool:
-        """Bind the cached prefix and move `child` to running if the rest fits; otherwise leave everything as it was."""
-        manager = self.manager
+    def _start(self, sequence: Sequence, promised: int) -> bool:
+        """Bind the cached prefix and move `sequence` to running if the rest fits; else leave everything as it was."""
+        manager, keys = self.manager, sequence.lookup_keys
         free_before = manager.num_available_blocks
         spare = free_before - (promised + self.watermark_blocks if self.running else 0)
-        if self.running and spare < child.blocks_wanted:
+        if self.running and spare < sequence.blocks_wanted:
             return False  # what an earlier attempt found out: the prefix is not looked up again at every step
-        if child.keys is not None and child.reads_cache:
-            state = manager.create_sequence_from_prefix(child.sequence_id, child.keys)
+        self._claim_id(sequence)
+        if keys is not None:
+            state = manager.create_sequence_from_prefix(sequence.sequence_id, keys)
         else:
-            state = manager.create_sequence(child.sequence_id, salt=child.request.cache_salt)
+            state = manager.create_sequence(sequence.sequence_id, salt=sequence.request.cache_salt)
         cached = state.sequence_length
         # Blocks that the hit woke from idleness are no longer available to anybody: they count as well.
         wanted = (
             free_before
             - manager.num_available_blocks
-            + manager.blocks_needed(child.sequence_id, len(child.token_ids) - cached)
+            + manager.blocks_needed(sequence.sequence_id, len(sequence.token_ids) - cached)
         )
         if wanted > spare:
-            manager.release_sequence(child.sequence_id)
-            self._on_release(child.sequence_id)
-            child.blocks_wanted = wanted
+            manager.release_sequence(sequence.sequence_id)
+            self._on_release(sequence.sequence_id)
+            sequence.blocks_wanted = wanted
             return False
-        child.blocks_wanted = 0
-        child.num_computed = child.num_committed = cached
-        child.state = ChildState.RUNNING
-        insort(self.running, child, key=_ORDER)
-        if child.request.num_cached_tokens is None:
-            child.request.num_cached_tokens = cached
-            if child.keys is not None and child.reads_cache:
-                self.prefix_query_tokens += len(child.token_ids)
+        sequence.blocks_wanted = 0
+        sequence.num_computed = sequence.num_committed = cached
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_ORDER)
+        if sequence.request.num_cached_tokens is None:
+            sequence.request.num_cached_tokens = cached
+            if keys is not None:
+                self.prefix_query_tokens += len(sequence.token_ids)
                 self.prefix_hit_tokens += cached
         return True
 
     # ---- waiting for a prefix
 
-    def _waits_for_prefix(self, child: Child) -> bool:
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
         """Is a running prefill about to compute this sequence's next full block? Then wait for it and share.
 
         The provider is looked for once; afterwards the check is O(1) until the provider has computed everything that
         both have in common, or stops running (finished, aborted, failed, preempted). The waiting one holds nothing, so
         nobody can wait for it.
         """
-        if child.waits_for is not None:
-            provider, until = child.waits_for
-            if provider.state is ChildState.RUNNING and provider.num_computed < until:
+        if sequence.waits_for is not None:
+            provider, until = sequence.waits_for
+            if provider.status is Status.RUNNING and provider.num_computed < until:
                 return True
-            child.waits_for = None
-        if child.keys is None or not child.reads_cache:
+            sequence.waits_for = None
+        own = sequence.lookup_keys
+        if own is None:
             return False
         providers = [(other, other.keys) for other in self.running if other.is_prefill and other.keys is not None]
         if not providers:
             return False
         block_size = self.manager.block_size
-        usable = (len(child.token_ids) - 1) // block_size  # blocks: the last token is always computed
-        wanted = child.keys.fingerprints[:usable]
-        cached = self.manager.match_prefix(child.keys) // block_size
+        usable = (len(sequence.token_ids) - 1) // block_size  # blocks: the last token is always computed
+        wanted = own.fingerprints[:usable]
+        cached = self.manager.match_prefix(own) // block_size
         for provider, keys in providers:
             end = shared_prefix_blocks(wanted, keys.fingerprints, cached)
             if end > cached and end * block_size > provider.num_computed:
-                child.waits_for = (provider, end * block_size)
+                sequence.waits_for = (provider, end * block_size)
                 return True
         return False
 

@@ -22,11 +22,10 @@ from minipaged.arguments import as_int, checked_int, checked_order, id_list
 from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceError
 from minipaged.kv.address import num_logical_blocks, slot
 from minipaged.kv.block_pool import BlockPool
-from minipaged.kv.commits import CommitState
 from minipaged.kv.events import Listener
 from minipaged.kv.eviction import EvictionPolicy, claim, describe, make_policy
 from minipaged.kv.invariants import check
-from minipaged.kv.prefix_index import Entry, PrefixKeys, check_salt, token_array
+from minipaged.kv.prefix_index import CommitState, Entry, PrefixKeys, check_salt, token_array
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,10 +15,45 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from minipaged.kv.block_copies import PendingCopies
 from minipaged.kv.events import BlockEvent, EventKind, Listener
 from minipaged.kv.eviction import EvictionPolicy
 from minipaged.kv.prefix_index import Entry, PrefixIndex
+
+
+class PendingCopies:
+    """Copies that copy-on-write owes: whole blocks, to be run before the step's first write.
+
+    (source, destination) pairs that mean the same in any order, or at once: no destination is a source or occurs twice.
+
+    A copy of a block that is itself still waiting for its copy is taken from that copy's source. Nothing has been
+    written to the block in between, because writes come after the copies.
+    """
+
+    def __init__(self) -> None:
+        self.source_of: dict[int, int] = {}  # destination -> source, in the order of the appends
+        self.sources: dict[int, int] = {}  # source -> in how many pairs
+
+    def add(self, block: int, destination: int) -> int:
+        """Owe `destination` the content of `block`; returns the source to copy from."""
+        source = self.source_of.get(block, block)
+        self.source_of[destination] = source
+        self.sources[source] = self.sources.get(source, 0) + 1
+        return source
+
+    def drop(self, destination: int) -> None:
+        """The destination lost its last owner: nothing is owed to it any more."""
+        source = self.source_of.pop(destination, None)
+        if source is not None:
+            self.sources[source] -= 1
+            if not self.sources[source]:
+                del self.sources[source]
+
+    def drain(self) -> list[tuple[int, int]]:
+        """All pairs, in the order of the appends; afterwards nothing is owed."""
+        pairs = [(source, destination) for destination, source in self.source_of.items()]
+        self.source_of.clear()
+        self.sources.clear()
+        return pairs
 
 
 class BlockPool:

@@ -27,6 +27,8 @@ from __future__ import annotations
 import gc
 import logging
 from heapq import heapify, heappop, heappush
+from reprlib import repr as short_repr
+from traceback import format_exception_only
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -162,7 +164,8 @@ class GuardedPolicy:
         answer = self._ask("evict")
         block = as_int(answer)
         if block not in self._released:
-            self._take_over(f"evict() returned {answer!r}, which is not one of the {len(self._released)} candidates")
+            candidates = f"the {len(self._released)} candidates"
+            self._take_over(f"evict() returned {short_repr(answer)}, which is not one of {candidates}")
             block = self._policy.evict()
         del self._released[block]
         return block
@@ -171,7 +174,7 @@ class GuardedPolicy:
         try:
             return getattr(self._policy, method)(*arguments)
         except Exception as error:
-            self._take_over(f"{method}() raised {type(error).__name__}: {error}", error)
+            self._take_over(f"{method}() raised {format_exception_only(error)[-1].strip()}", error)
             return self._policy.evict() if method == "evict" else None
 
     def _take_over(self, what: str, error: Exception | None = None) -> None:

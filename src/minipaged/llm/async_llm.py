@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from minipaged.engine.config import EngineStats
     from minipaged.engine.engine import Engine
     from minipaged.engine.request import Request
-    from minipaged.engine.stats import EngineStats
     from minipaged.outputs import RequestOutput
+    from minipaged.text.detokenizer import ChatText
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +126,7 @@ class AsyncLLM:
         *,
         cache_salt: str | None = None,
         prompt_text: str | None = None,
+        chat: ChatText | None = None,
     ) -> Request:
         """Tokenise and check a request without any effect on the engine; any thread. Arguments and errors of
         `generate`.
@@ -135,6 +137,7 @@ class AsyncLLM:
             sampling_params or SamplingParams(),
             cache_salt=cache_salt,
             prompt_text=prompt_text,
+            chat=chat,
         )
 
     def submit(self, request: Request) -> OutputStream:

@@ -16,6 +16,7 @@ from minipaged.llm.loading import LoadedEngine, load_engine
 from minipaged.llm.options import EngineOptions
 from minipaged.outputs import CompletionOutput, RequestOutput
 from minipaged.sampling_params import SamplingParams
+from minipaged.text.detokenizer import ChatText
 
 if TYPE_CHECKING:
     import torch
@@ -249,11 +250,12 @@ class LLM:
             check_keywords(caller, options, known, f"help(LLM.{caller}); chat_template_kwargs takes any variable")
 
     def _prepare(self, prompt: Any, params: SamplingParams | None, *, chat: bool = False) -> Request:
-        loaded, text = self._open(), None
+        loaded, text, rules = self._open(), None, None
         if chat and loaded.tokenizer is not None:
             text, prompt = prompt, loaded.tokenizer.encode(prompt, add_special_tokens=False)
+            rules = ChatText(end_token_ids=loaded.tokenizer.end_of_turn)
         request_id = f"{next(self._numbers)}"
-        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text)
+        return loaded.engine.prepare(request_id, prompt, params or SamplingParams(), prompt_text=text, chat=rules)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}

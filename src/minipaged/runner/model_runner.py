@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.plan import RowResult, StepPlan, StepResult
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.ops.transfer import upload
 from minipaged.runner.input_batch import Batch, BatchMetadata
 from minipaged.sampling.logprobs import prompt_logprobs

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.ops.transfer import upload
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -52,17 +52,6 @@ class TokenCounts:
     def counts(self) -> _Array:
         """float32 [distinct]: occurrences in the output; a view."""
         return self._counts[: len(self._column)]
-
-
-def needs_edit(sequence: Sequence) -> bool:
-    """Whether this sequence's next token is drawn from changed logits."""
-    params = sequence.params
-    return (
-        params.penalised
-        or params.logit_bias is not None
-        or params.token_mask is not None
-        or sequence.num_generated < params.min_tokens
-    )
 
 
 def edit_logits(logits: Tensor, sequences: Seq[Sequence], counts: dict[int, TokenCounts]) -> dict[int, str]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from minipaged.engine.plan import SampledToken
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.request import Sequence
 from minipaged.ops.transfer import fetch, upload
 from minipaged.sampling.device_sample import draw_on_device
-from minipaged.sampling.logit_edits import TokenCounts, edit_logits, needs_edit
+from minipaged.sampling.logit_edits import TokenCounts, edit_logits
 from minipaged.sampling.logprobs import token_logprobs
 from minipaged.sampling.rng import uniforms
 from minipaged.sampling.sample import draw, on_host, row_argmax
@@ -46,7 +46,7 @@ class Sampler:
             wanted = [len(sequences), self.vocab_size]
             raise ValueError(f"logits must have shape {wanted} (sequences, vocabulary), got {list(logits.shape)}")
         logits = logits.detach().float()
-        edited = [row for row, sequence in enumerate(sequences) if needs_edit(sequence)]
+        edited = [row for row, sequence in enumerate(sequences) if sequence.edits_logits]
         changed = set(edited)
         plain = [row for row, s in enumerate(sequences) if row not in changed and not s.params.greedy]
         sample = self._sample_on_host if on_host(logits) else self._sample_on_device

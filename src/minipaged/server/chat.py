@@ -15,12 +15,18 @@ from minipaged.server.logprobs import chat_logprobs
 from minipaged.server.protocol import ChatBody, ChatMessage, Tool, parse
 from minipaged.server.sampling import checked_logprobs, sampling_params
 from minipaged.server.service import Delta, Service, note, stream_events, usage
-from minipaged.text.reasoning import ReasoningSplitter, Thinking, thinking_after
+from minipaged.text.detokenizer import ChatText
+from minipaged.text.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
+from minipaged.text.tool_calls import CLOSE as CALL_CLOSE
+from minipaged.text.tool_calls import OPEN as CALL_OPEN
 from minipaged.text.tool_calls import ToolCall, ToolCallParser
 
 if TYPE_CHECKING:
     from minipaged.engine import CompletionOutput, Logprob, RequestOutput
     from minipaged.engine import Request as EngineRequest
+
+
+THINKING_TAGS, CALL_TAGS = (OPEN, CLOSE), (CALL_OPEN, CALL_CLOSE)
 
 
 async def create(service: Service, request: Request) -> Response:
@@ -43,8 +49,6 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     plain = []
     for number, message in enumerate(messages):
         fields = message.model_dump(exclude_none=True)
-        if message.role == "developer":  # OpenAI's newer name, which Qwen3's template would drop without a word
-            fields["role"] = "system"
         if message.content is None and not (
             message.role == "assistant" and (message.tool_calls or message.reasoning_content)
         ):
@@ -71,7 +75,7 @@ def _text_of(number: int, content: str | list[dict[str, Any]] | None) -> str:
 
 def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     """Tools as they came, for the template."""
-    return [tool.model_dump(exclude_unset=True) for tool in tools] if tools else None
+    return [tool.given for tool in tools] if tools else None
 
 
 class _ChildText:
@@ -170,7 +174,19 @@ class _Call:
             logprobs=self.k,
             token_mask=service.token_mask(body, thought_is_open=self.thinking is Thinking.OPENED),
         )
-        return service.prepare(token_ids, params, body, prompt_text=text)
+        return service.prepare(token_ids, params, body, prompt_text=text, chat=self._chat_text())
+
+    def _chat_text(self) -> ChatText:
+        """Tags that are special tokens have to reach the parsers; stop strings are about what the client sees as the
+        answer."""
+        tags = (*(THINKING_TAGS if self.thinking is not Thinking.OFF else ()), *(CALL_TAGS if self.tools else ()))
+        ids = (self.tokenizer.token_to_id(tag) for tag in tags)
+        everywhere = bool(self.body.stop_in_reasoning)
+        return ChatText(
+            visible=frozenset(token_id for token_id in ids if token_id is not None),
+            thinking=None if everywhere else self.thinking,
+            end_token_ids=self.tokenizer.end_of_turn,
+        )
 
     def answer(self, output: RequestOutput) -> dict[str, Any]:
         """The answer in one piece."""

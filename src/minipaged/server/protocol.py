@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from minipaged.server.errors import from_validation_error, refused
 
@@ -200,6 +209,19 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: ToolFunction
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, validate: ModelWrapValidatorHandler[Tool]) -> Tool:
+        tool = validate(data)
+        tool._given = data if isinstance(data, dict) else tool.model_dump(exclude_unset=True)
+        return tool
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """As it came, in the client's order: what a template prints is the prompt."""
+        return self._given
 
 
 class ChatMessage(BaseModel):
@@ -233,6 +255,7 @@ class ChatBody(GenerationBody, TemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    stop_in_reasoning: bool | None = None
 
 
 class TokenizeBody(Body):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from minipaged.server.protocol import GenerationBody
     from minipaged.server.settings import ServerSettings
     from minipaged.text.chat_template import ChatTemplate
+    from minipaged.text.detokenizer import ChatText
     from minipaged.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -132,7 +133,13 @@ class Service:
         return Guide(self.need_tokenizer(), ends, config.vocab_size)
 
     def prepare(
-        self, token_ids: list[int], params: SamplingParams, body: GenerationBody, *, prompt_text: str | None
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        body: GenerationBody,
+        *,
+        prompt_text: str | None,
+        chat: ChatText | None = None,
     ) -> Request:
         """Check one request of a call without any effect. ValueError for what can never run."""
         if params.priority and self.llm.engine.config.scheduling_policy != "priority":
@@ -142,7 +149,7 @@ class Service:
         self.admission.check_size(1, params.n)
         # The engine's ids are its own: whatever a client calls its request, two of them can never be mixed up.
         try:
-            return self.llm.prepare(token_ids, params, cache_salt=body.cache_salt, prompt_text=prompt_text)
+            return self.llm.prepare(token_ids, params, cache_salt=body.cache_salt, prompt_text=prompt_text, chat=chat)
         except RequestTooLargeError as error:
             raise self._too_large(error, len(token_ids), params, body) from None
 

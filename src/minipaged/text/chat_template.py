@@ -84,6 +84,10 @@ class ChatTemplate:
             if given is not None and not all(isinstance(item, Mapping) for item in given):
                 raise ValueError(f"{name} must be a list of dicts (JSON schemas for tools), got {given!r}")
         source = self._source(template, with_tools=tools is not None)
+        if "developer" not in source:  # OpenAI's newer name of the role, which such a template drops without a word
+            for message in chat:
+                if message.get("role") == "developer":
+                    message["role"] = "system"
         if not _READS_PARTS.search(source):
             for message in chat:
                 _join_parts(message)
@@ -203,9 +207,26 @@ def _plain_message(message: Any) -> dict[str, Any]:
     if not isinstance(plain, dict):
         raise ValueError(f"messages must be a list of dicts with 'role' and 'content', got the item {message!r:.80}")
     plain = {key: value for key, value in plain.items() if value is not None}
+    for call in plain["tool_calls"] if isinstance(plain.get("tool_calls"), list) else ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and "arguments" in function:
+            function["arguments"] = _arguments(function["arguments"])
     # Servers and templates name a message's reasoning differently; the first name is the one that templates read.
     reasoning = next((plain[name] for name in _REASONING_NAMES if name in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def _arguments(given: Any) -> Any:
+    """Arguments of an earlier call, which clients send as JSON text and templates walk through, as an object. What is
+    no object stays as it is.
+    """
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return {}
+    try:
+        parsed = json.loads(given, strict=False) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given
+    return parsed if isinstance(parsed, dict) else given
 
 
 # A template that loops over a message's content, as those of models for images and text do.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from minipaged.outputs import FinishReason, Logprob
 from minipaged.sampling_params import SamplingParams
+from minipaged.text.reasoning import AnswerStart, Thinking
 from minipaged.text.stop_strings import StopMatcher
 from minipaged.text.tokenizer import Tokenizer
 
@@ -19,6 +21,19 @@ class Appended(NamedTuple):
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """What is different about the text of a chat, for those who split it into thoughts, calls and answer afterwards.
+
+    visible: special tokens that stay in the text although special tokens are skipped. thinking: stop strings count in
+    the answer only, and this is how the text begins; None = everywhere. end_token_ids: of a turn, beside the model's.
+    """
+
+    visible: frozenset[int] = frozenset()
+    thinking: Thinking | None = None
+    end_token_ids: tuple[int, ...] = ()
+
+
 class Detokenizer:
     """The text of one child of a request, and the check of everything that ends it.
 
@@ -26,7 +41,7 @@ class Detokenizer:
     stop string. The deltas together are `Tokenizer.decode` of all ids, cut where the text ends.
     """
 
-    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer | None, chat: ChatText | None = None) -> None:
         """params: resolved. ValueError for stop strings without a tokenizer, since there is no text then."""
         if params.stop and tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, which this model does not have: stop = {params.stop!r}")
@@ -37,8 +52,12 @@ class Detokenizer:
             self._ends.update(dict.fromkeys(params.eos_token_ids))
         self._stream: TextStream | None = None
         if tokenizer is not None and params.detokenize:
-            self._stream = text_stream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+            self._stream = text_stream(tokenizer, hidden - chat.visible if chat else hidden)
         self._matcher = StopMatcher(params.stop_strings) if params.stop else None
+        self._answer: AnswerStart | None = None
+        if self._matcher is not None and chat is not None and chat.thinking is not None:
+            self._answer = AnswerStart(chat.thinking)
         self._parts: list[str] = []
         self.num_tokens = 0
         self.finished = False
@@ -67,7 +86,9 @@ class Detokenizer:
         if self._stream is not None and (not ends or params.include_stop_str_in_output):
             delta = self._stream.push(token_id)
             if self._matcher is not None and delta:
-                delta, matched = self._matcher.feed(delta, may_match=may_stop)
+                before, answer = ("", delta) if self._answer is None else self._answer.feed(delta)
+                delta, matched = self._matcher.feed(answer, may_match=may_stop)
+                delta = before + delta
                 if matched is not None:
                     if params.include_stop_str_in_output:
                         delta += matched
@@ -85,6 +106,7 @@ class Detokenizer:
     def _rest(self) -> str:
         self.finished = True
         held = self._matcher.flush() if self._matcher is not None else ""
+        held += self._answer.flush() if self._answer is not None else ""
         return held + (self._stream.flush() if self._stream is not None else "")
 
     def _give(self, delta: str, reason: FinishReason | None = None, stop_reason: int | str | None = None) -> Appended:
@@ -110,23 +132,23 @@ class TextStream(Protocol):
         """The rest, at the end: U+FFFD for an incomplete character."""
 
 
-def text_stream(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> TextStream:
-    """The stream that suits the tokenizer."""
+def text_stream(tokenizer: Tokenizer, hidden: frozenset[int]) -> TextStream:
+    """The stream that suits the tokenizer. hidden: tokens that leave nothing in the text."""
     kind = ByteStream if tokenizer.is_byte_level else WindowStream
-    return kind(tokenizer, skip_special_tokens=skip_special_tokens)
+    return kind(tokenizer, hidden)
 
 
 class ByteStream:
     """For byte-level tokenizers: each token is its bytes, read by an incremental UTF-8 decoder. Exact."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
         """The text that is certain after this token."""
-        if self._skip and self._tokenizer.is_special(token_id):
+        if token_id in self._hidden:
             return ""
         return self._decoder.decode(self._tokenizer.id_to_bytes(token_id))
 
@@ -145,15 +167,15 @@ class WindowStream:
 
     _MAX_WINDOW = 16
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._hidden = hidden
         self._ids: list[int] = []  # the window: context, whose text is out, then pending tokens
         self._context = 0
 
     def push(self, token_id: int) -> str:
         """The text that is certain after this token."""
-        if self._skip and self._tokenizer.is_special(token_id):
+        if token_id in self._hidden:
             return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
@@ -172,4 +194,4 @@ class WindowStream:
         return delta
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

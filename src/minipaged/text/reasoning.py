@@ -84,3 +84,44 @@ class ReasoningSplitter:
     def _rest_is_content(self) -> str:
         held, self._held, self._state = self._held, "", "content"
         return held
+
+
+class AnswerStart:
+    """Text in pieces of any size in, (what comes before the answer, answer) out, and nothing is lost: the thought, its
+    tags and the newlines behind them come before. Held back is only what may be the beginning of a tag.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._state = {Thinking.OFF: "answer", Thinking.POSSIBLE: "start", Thinking.OPENED: "thought"}[thinking]
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """What is certain after this piece."""
+        if self._state == "answer":
+            return "", text
+        text, self._held = self._held + text, ""
+        if self._state == "start":
+            begin = text.lstrip()
+            if OPEN.startswith(begin):
+                self._held = text
+                return "", ""
+            self._state = "thought" if begin.startswith(OPEN) else "answer"
+            if self._state == "answer":
+                return "", text
+        before = ""
+        if self._state == "thought":
+            thought, tag, after = text.partition(CLOSE)
+            if not tag:
+                end = len(text) - held_back(text, CLOSE)
+                self._held = text[end:]
+                return text[:end], ""
+            before, text, self._state = thought + tag, after, "gap"
+        answer = text.lstrip("\n")
+        if answer:
+            self._state = "answer"
+        return before + text[: len(text) - len(answer)], answer
+
+    def flush(self) -> str:
+        """What was held back, when the text has ended."""
+        held, self._held = self._held, ""
+        return held

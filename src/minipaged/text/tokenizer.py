@@ -92,7 +92,8 @@ class Tokenizer:
         return backend
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out of a text."""
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
@@ -106,6 +107,11 @@ class Tokenizer:
         generation_config.json."""
         token = self.special_tokens.get("eos_token")
         return None if token is None else self._backend.token_to_id(token)
+
+    @property
+    def end_of_turn(self) -> tuple[int, ...]:
+        """What ends a chat's turn beside the model's own end-of-sequence ids, which a fine-tune may not list."""
+        return () if self.eos_token_id is None else (self.eos_token_id,)
 
     @cached_property
     def is_byte_level(self) -> bool:
@@ -166,7 +172,7 @@ class Tokenizer:
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out of the text."""
-        return token_id in self._special_ids
+        return token_id in self.special_ids
 
     def token_to_id(self, token: str) -> int | None:
         """The id of one token as the vocabulary spells it, None if there is none."""

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minipaged.engine.config import EngineConfig
+from minipaged.engine.config import EngineConfig, EngineStats
 from minipaged.engine.engine import Engine
 from minipaged.engine.plan import Runner, SampledToken, StepPlan, StepResult
-from minipaged.engine.stats import EngineStats
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.runner.input_batch import BatchMetadata

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minipaged.engine.stats import EngineStats
+from minipaged.engine.config import EngineStats
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.ops.registry import get_backend
