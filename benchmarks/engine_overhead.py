@@ -1,7 +1,7 @@
 """What the engine itself costs per step: everything but the model.
 
 A stub model returns fixed logits (vocabulary 32,000), so that the time measured is that of scheduling, block
-management, batch metadata, sampling, detokenising, stop matching and building outputs.
+management, input batch, sampling, detokenising, stop matching and building outputs.
 
     python benchmarks/engine_overhead.py [--json]
 
@@ -26,7 +26,7 @@ from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.kv import FanOut, KVBlockManager
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
@@ -77,16 +77,18 @@ def measure(tokenizer: Tokenizer, num_seqs: int, sampling: dict, *, steps: int, 
     """Seconds per decode step with `num_seqs` sequences, each step timed; the first few are left out."""
     length = prompt_len + steps + 48
     blocks = num_seqs * -(-length // BLOCK_SIZE) + 8
-    metadata = BatchMetadata(
+    input_batch = InputBatch(
         max_tokens=4096,
         max_seqs=num_seqs,
         max_blocks=-(-length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         num_slots=blocks * BLOCK_SIZE,
     )
-    manager = KVBlockManager(blocks, BLOCK_SIZE, enable_prefix_caching=True, listener=FanOut(metadata.tables.on_event))
+    manager = KVBlockManager(
+        blocks, BLOCK_SIZE, enable_prefix_caching=True, listener=FanOut(input_batch.tables.on_event)
+    )
     model = StubModel(num_seqs)
-    runner = ModelRunner(model, model, [], Sampler(VOCAB), metadata)
+    runner = ModelRunner(model, model, [], Sampler(VOCAB), input_batch)
     config = EngineConfig(max_num_seqs=num_seqs, max_num_batched_tokens=4096, vocab_size=VOCAB)
     engine = Engine(runner, manager, config, tokenizer=tokenizer)
     params = SamplingParams(max_tokens=steps + 40, ignore_eos=True, seed=1, **sampling)

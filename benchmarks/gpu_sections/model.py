@@ -19,7 +19,7 @@ from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
 from minipaged.ops.triton.backend import TritonBackend
 from minipaged.runner.graph_runner import Capture, GraphRunner
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.runner.warm_up import warm_up
 from minipaged.sampling.sampler import Sampler
@@ -58,18 +58,18 @@ def make_engine(
     shape = (num_blocks, config.num_key_value_heads, BLOCK_SIZE, config.head_dim)
     caches = [PagedKVCache(*shape, dtype=model.dtype, device=rig.device) for _ in range(config.num_hidden_layers)]
     blocks = num_logical_blocks(max_len, BLOCK_SIZE)
-    metadata = BatchMetadata(
+    input_batch = InputBatch(
         max_tokens=tokens + 1, max_seqs=max_seqs, max_blocks=blocks, block_size=BLOCK_SIZE,
         num_slots=num_blocks * BLOCK_SIZE, device=rig.device,
     )  # fmt: skip
-    parts = (model, model.backend, caches, Sampler(config.vocab_size), metadata)
+    parts = (model, model.backend, caches, Sampler(config.vocab_size), input_batch)
     capture: Capture | None = (lambda compute: compute) if rig.rehearsal else None
     runner: ModelRunner = (
         GraphRunner(*parts, max_seqs=max_seqs, max_model_len=max_len, capture=capture)
         if graphs
         else ModelRunner(*parts)
     )
-    manager = KVBlockManager(num_blocks, BLOCK_SIZE, listener=metadata.tables.on_event)
+    manager = KVBlockManager(num_blocks, BLOCK_SIZE, listener=input_batch.tables.on_event)
     settings = EngineConfig(
         max_model_len=max_len, max_num_seqs=max_seqs, max_num_batched_tokens=tokens, vocab_size=config.vocab_size
     )

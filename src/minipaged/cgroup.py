@@ -40,16 +40,22 @@ def available_memory(proc: Path = PROC, root: Path = CGROUP) -> int | None:
 
 
 def _memory(proc: Path, root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each group that has a limit. File pages that the kernel can drop at once do not count as
-    used.
+    """(limit, used) of each group that has a limit. File pages that the kernel can drop do not count as used, on
+    whichever of its lists they are (a file read twice is on the active one); dirty and mapped ones do.
     """
     for group in _groups("memory", proc, root):
         limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
         used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
         if limit and limit[0].isdigit() and int(limit[0]) < _UNLIMITED:
             stat = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
-            droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            kept = _pages(stat, "file_dirty", "file_writeback", "file_mapped", "dirty", "writeback", "mapped_file")
+            droppable = max(0, _pages(stat, "inactive_file", "active_file") - kept)
             yield int(limit[0]), max(0, int(used[0]) - droppable) if used else 0
+
+
+def _pages(stat: dict[str, str], *names: str) -> int:
+    """Bytes under these names of memory.stat together, those of the groups below included (version 1: total_...)."""
+    return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in names)
 
 
 def _groups(controller: str, proc: Path, root: Path) -> Iterator[Path]:

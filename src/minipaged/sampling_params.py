@@ -195,7 +195,7 @@ class SamplingParams:
         filled: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         for name, neutral in NEUTRAL.items():
             if filled[name] is None:
-                default = getattr(defaults, name) if defaults is not None else None
+                default = getattr(defaults, name, None)
                 filled[name] = neutral if default is None else default
         if filled["max_tokens"] is None:
             filled["max_tokens"] = max_len

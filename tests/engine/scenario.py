@@ -175,7 +175,7 @@ class Rig:
         assert not engine.scheduler.running
         assert not engine.scheduler.waiting
         assert not engine._live
-        assert not engine._commands
+        assert not engine._inbox
         stats = engine.stats()
         assert stats.blocks_in_use == stats.running == stats.waiting == stats.internal_fragmentation_tokens == 0
 

@@ -11,7 +11,7 @@ from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.kv import FanOut, KVBlockManager
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
@@ -34,7 +34,7 @@ class FixedLogits:
 
 def make_engine(num_seqs: int, max_len: int) -> Engine:
     blocks_each = -(-max_len // 16)
-    metadata = BatchMetadata(
+    input_batch = InputBatch(
         max_tokens=512,
         max_seqs=num_seqs,
         max_blocks=blocks_each,
@@ -42,11 +42,11 @@ def make_engine(num_seqs: int, max_len: int) -> Engine:
         num_slots=num_seqs * blocks_each * 16,
     )
     manager = KVBlockManager(
-        num_seqs * blocks_each, 16, enable_prefix_caching=True, listener=FanOut(metadata.tables.on_event)
+        num_seqs * blocks_each, 16, enable_prefix_caching=True, listener=FanOut(input_batch.tables.on_event)
     )
     model = FixedLogits(num_seqs)
     config = EngineConfig(max_num_seqs=num_seqs, vocab_size=VOCAB)
-    return Engine(ModelRunner(model, model, [], Sampler(VOCAB), metadata), manager, config)
+    return Engine(ModelRunner(model, model, [], Sampler(VOCAB), input_batch), manager, config)
 
 
 def calls_in(engine: Engine, steps: int) -> int:
@@ -77,12 +77,12 @@ def test_the_block_tables_of_a_step_are_those_of_the_manager() -> None:
     prefix hits.
     """
     num_blocks, block_size = 12, 4
-    metadata = BatchMetadata(
+    input_batch = InputBatch(
         max_tokens=64, max_seqs=8, max_blocks=num_blocks, block_size=block_size, num_slots=num_blocks * block_size
     )
-    manager = KVBlockManager(num_blocks, block_size, enable_prefix_caching=True, listener=metadata.tables.on_event)
+    manager = KVBlockManager(num_blocks, block_size, enable_prefix_caching=True, listener=input_batch.tables.on_event)
     model = FixedLogits(64)
-    runner = ModelRunner(model, model, [], Sampler(VOCAB), metadata)
+    runner = ModelRunner(model, model, [], Sampler(VOCAB), input_batch)
     runner.backend.copy_blocks = lambda caches, pairs: copies.extend(pairs)
     copies: list[tuple[int, int]] = []
     compared = 0
@@ -127,4 +127,4 @@ def test_the_block_tables_of_a_step_are_those_of_the_manager() -> None:
     assert copies
     assert stats.preemptions
     assert stats.prefix_hit_tokens
-    assert metadata.tables._row_of == {}
+    assert input_batch.tables._row_of == {}

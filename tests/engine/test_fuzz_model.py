@@ -1,4 +1,4 @@
-"""The fuzz of `test_fuzz.py` with the real model: paged K/V, batch metadata, sampler, NaN poison.
+"""The fuzz of `test_fuzz.py` with the real model: paged K/V, input batch, sampler, NaN poison.
 
 Each row of logits from which a token was drawn is compared with Hugging Face's for the same history, so that random
 children and aborted requests are checked as well as greedy ones.
@@ -23,7 +23,7 @@ from minipaged.engine.listeners import Poison
 from minipaged.errors import RequestTooLargeError
 from minipaged.kv import FanOut, KVBlockManager, PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.sampling.sampler import Sampler
 from tiny import clear_positions, hf_logits, load_hf
@@ -48,7 +48,7 @@ class ModelRig:
             PagedKVCache(NUM_BLOCKS, config.num_key_value_heads, size, config.head_dim, dtype=torch.float32)
             for _ in range(config.num_hidden_layers)
         ]
-        metadata = BatchMetadata(
+        input_batch = InputBatch(
             max_tokens=64, max_seqs=4, max_blocks=NUM_BLOCKS, block_size=size, num_slots=NUM_BLOCKS * size
         )
         manager = KVBlockManager(
@@ -56,9 +56,9 @@ class ModelRig:
             size,
             enable_prefix_caching=scenario.caching,
             eviction_policy=scenario.eviction,
-            listener=FanOut(metadata.tables.on_event, Poison(caches)),
+            listener=FanOut(input_batch.tables.on_event, Poison(caches)),
         )
-        self.runner = ModelRunner(model, model.backend, caches, Sampler(VOCAB), metadata)
+        self.runner = ModelRunner(model, model.backend, caches, Sampler(VOCAB), input_batch)
         self.logits: dict[int, list[torch.Tensor]] = {}
         self._spy()
         limits = EngineConfig(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipaged import LLM, SamplingParams
 from minipaged.engine.listeners import Poison
-from minipaged.llm.memory import check_gpu_pool, gpu_pool_bytes
+from minipaged.llm.memory import check_pool, gpu_pool_bytes
 from minipaged.runner.graph_runner import GraphRunner, bucket_sizes
 from minipaged.runner.warm_up import warm_up
 from tiny import random_tokens
@@ -54,7 +54,7 @@ def engine_with(folder: Path, recorder: Recorder | None, max_num_seqs: int = 7) 
     if recorder is not None:
         old = llm.engine.runner
         llm.engine.runner = GraphRunner(
-            old.model, old.backend, old.caches, old.sampler, old.metadata,
+            old.model, old.backend, old.caches, old.sampler, old.input_batch,
             max_seqs=max_num_seqs, max_model_len=100, capture=recorder,
         )  # fmt: skip
     return llm
@@ -114,7 +114,7 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(tiny_fold
     llm.engine.add_request("a", PROMPTS[1], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
     llm.engine.step()
     before = [cache.key_cache.clone() for cache in runner.caches]
-    runner.metadata.num_slots = 1
+    runner.input_batch.num_slots = 1
     (output,) = llm.engine.step()
     assert output.outputs[0].finish_reason == "error"
     assert "do not all lie in the pool of 1" in str(output.outputs[0].error)
@@ -157,6 +157,6 @@ def test_pool_of_a_gpu() -> None:
     assert gpu_pool_bytes(70 * gib, 80 * gib, 0.9) == 62 * gib
     with pytest.raises(ValueError, match=r"allows 72\.00 of 80\.00 GiB, and 75\.00 GiB are in use.*raise gpu_memory"):
         gpu_pool_bytes(5 * gib, 80 * gib, 0.9)
-    check_gpu_pool(5 * gib, 5 * gib)
+    check_pool(5 * gib, 5 * gib, "cuda:0")
     with pytest.raises(ValueError, match=r"pool of 6\.00 GiB does not fit: 5\.00 GiB .* lower num_blocks"):
-        check_gpu_pool(6 * gib, 5 * gib)
+        check_pool(6 * gib, 5 * gib, "cuda:0")

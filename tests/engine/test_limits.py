@@ -65,6 +65,34 @@ def test_memory_of_version_2(roots: tuple[Path, Path]) -> None:
     assert cgroup.available_memory(*roots) == 5 * GIB  # 8 - (5 - 2): the kernel drops file pages when it has to
 
 
+@pytest.mark.parametrize(
+    ("stat", "available"),
+    [
+        ({"active_file": 2, "inactive_file": 0}, 3),
+        ({"active_file": 1, "inactive_file": 1}, 3),
+        ({"active_file": 2, "file_dirty": 1}, 2),
+        ({"active_file": 2, "file_mapped": 1, "file_writeback": 1}, 1),
+        ({"active_file": 1, "file_mapped": 2}, 1),
+        ({"anon": 3}, 1),
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_pages_of_files_that_can_be_dropped_are_available(
+    roots: tuple[Path, Path], stat: dict[str, int], available: int, version: int
+) -> None:
+    if version == 1:
+        write(roots[0] / "self/cgroup", "4:memory:/app/job\n")
+        names = {"file_dirty": "dirty", "file_writeback": "writeback", "file_mapped": "mapped_file"}
+        stat = {f"total_{names.get(name, name)}": value for name, value in stat.items()}
+        group, limit, usage = roots[1] / "memory/app/job", "memory.limit_in_bytes", "memory.usage_in_bytes"
+    else:
+        group, limit, usage = roots[1] / "app/job", "memory.max", "memory.current"
+    write(group / limit, str(4 * GIB))
+    write(group / usage, str(3 * GIB))
+    write(group / "memory.stat", "".join(f"{name} {value * GIB}\n" for name, value in stat.items()))
+    assert cgroup.available_memory(*roots) == available * GIB
+
+
 def test_version_1(roots: tuple[Path, Path]) -> None:
     write(roots[0] / "self/cgroup", "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/\n")
     write(roots[1] / "cpu/docker/abc/cpu.cfs_quota_us", "250000")
@@ -190,3 +218,21 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_loaded(
     monkeypatch.setattr(Qwen3Model, "load", None)
     with pytest.raises(MemoryError, match=r"1000000000000 positions .* lower .* max_model_len"):
         LLM(folder)
+
+
+@pytest.mark.parametrize("option", ["num_blocks", "kv_cache_memory"])
+def test_a_pool_larger_than_the_memory_is_an_error_at_start(
+    tiny_folder: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The boundary is exact: what fits to the byte starts."""
+    from minipaged import LLM
+
+    block = 2 * 2 * 2 * 32 * 4 * 4  # K and V, layers, heads, head_dim, float32, tokens
+    room = 1000 * block
+    monkeypatch.setattr(cgroup, "available_memory", lambda: room)
+    sizes = {"num_blocks": (1000, 1001), "kv_cache_memory": (1000 * block, 1001 * block)}[option]
+    LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[0]}).close()
+    with pytest.raises(ValueError, match=rf"pool of {1001 * block} bytes .* does not fit: {room} .*lower num"):
+        LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]})
+    monkeypatch.setattr(cgroup, "available_memory", lambda: None)
+    LLM(tiny_folder, block_size=4, dtype="float32", max_model_len=64, **{option: sizes[1]}).close()

@@ -212,10 +212,10 @@ class Harness(Mirror):
         for block in sorted((b for b in self.cached if not self.owners(b)), key=lambda b: self.cached[b].released):
             self.free.insert(0, block)
         # events of the reset follow the release order, not the policy, so they are not compared with it
-        listener, self.manager._pool._listener = self.manager._pool._listener, None
+        listener, self.manager._pool.listener = self.manager._pool.listener, None
         poisoned = [b for b in self.cached if not self.owners(b)]
         self.manager.reset_prefix_cache()
-        self.manager._pool._listener = listener
+        self.manager._pool.listener = listener
         for block in poisoned:
             if block not in self.pairs.values():
                 self.poison(block)

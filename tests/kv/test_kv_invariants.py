@@ -130,9 +130,11 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVBlockManager], object], str]] = {
     ),
     "leaf that is no candidate": (lambda m: m._pool.candidates.clear(), "block 4 is idle, no candidate; rule"),
     "candidate in use": (lambda m: m._pool.candidates.add(0), "block 0 is a candidate, not idle; rule"),
-    "no commit state": (lambda m: m._commits.pop(2), r"sequences \[2\] have a state without a commit state"),
-    "committed beyond": (lambda m: setattr(m._commits[0], "committed", 7), "sequence 0 has 7 committed tokens of 6"),
-    "pending tokens": (lambda m: m._commits[0].pending.append(3), "sequence 0 remembers 3 tokens .* rule: 2"),
+    "committed beyond": (
+        lambda m: setattr(m.sequences[0].commit, "committed", 7),
+        "sequence 0 has 7 committed tokens of 6",
+    ),
+    "pending tokens": (lambda m: m.sequences[0].commit.pending.append(3), "sequence 0 remembers 3 tokens .* rule: 2"),
     "copy to a free block": (
         lambda m: m._pool.copies.add(1, 6),
         "block 6 is the destination of a pending copy and not in use",

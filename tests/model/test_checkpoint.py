@@ -78,7 +78,7 @@ def test_missing_index_entry_is_named(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX_FILE).read_text())
     del index["weight_map"]["model.layers.0.self_attn.q_norm.weight"]
     (folder / INDEX_FILE).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"no entry .*model\.layers\.0\.self_attn\.q_norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"without an entry .*model\.layers\.0\.self_attn\.q_norm\.weight"):
         load(folder)
 
 
@@ -287,3 +287,53 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a file but a broken link"):
         Checkpoint(tmp_path)
+
+
+def shard(folder: Path, names: dict[str, list[str]], tensors: dict[str, torch.Tensor], listed: set[str]) -> None:
+    """The tensors as shards with an index that lists `listed`; file names may lie in a subfolder."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    for file, members in names.items():
+        (folder / file).parent.mkdir(exist_ok=True)
+        save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, members in names.items() for name in members if name in listed}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("kind", ["no prefix", "shards in a subfolder", "tied head in a shard", "no head_dim"])
+def test_what_transformers_loads_loads_with_the_same_result(kind: str, tmp_path: Path) -> None:
+    from driving import Driver
+
+    from minipaged.model.qwen3 import Qwen3Model
+    from tiny import hf_logits, load_hf, make_tiny_folder
+
+    shape = {"head_dim": 128} if kind == "no head_dim" else {}
+    folder = make_tiny_folder(tmp_path / "model", **shape)
+    tensors = load_file(folder / "model.safetensors")
+    if kind == "no prefix":
+        renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    elif kind == "no head_dim":
+        edit_json(folder / "config.json", {"head_dim": None})
+    else:
+        names = sorted(tensors)
+        if kind == "tied head in a shard":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        where = "weights/" if kind == "shards in a subfolder" else ""
+        files = {
+            f"{where}a.safetensors": names[:9],
+            f"{where}b.safetensors": [*names[9:], *sorted(set(tensors) - set(names))],
+        }
+        shard(folder, files, tensors, set(names))
+    tokens = [5, 90, 17, 210, 4, 8]
+    wanted = hf_logits(load_hf(folder), tokens)
+    model = Qwen3Model.from_folder(folder, TorchBackend(), dtype="float32", progress=False)
+    assert (Driver(model, 4).step({0: tokens}) - wanted).abs().max() < 1e-4
+
+
+def test_a_tensor_that_the_index_does_not_list_is_still_refused(tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    shard(folder, {"a.safetensors": names}, tensors, set(names[1:]))
+    with pytest.raises(CheckpointError, match=rf"without an entry in .*index.json: {names[0]} \(a.safetensors\)"):
+        Checkpoint(folder).check(ModelConfig.from_folder(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_defaults_for_absent_and_null_fields() -> None:
     absent = config(num_key_value_heads=..., head_dim=..., max_position_embeddings=..., rms_norm_eps=..., dtype=...)
     null = config(num_key_value_heads=None, head_dim=None, max_position_embeddings=None, rms_norm_eps=None, dtype=None)
     assert absent == null
-    assert (absent.num_key_value_heads, absent.head_dim, absent.dtype) == (4, 16, None)
+    assert (absent.num_key_value_heads, absent.head_dim, absent.dtype) == (4, 128, None)
     assert (absent.max_position_embeddings, absent.rms_norm_eps) == (32768, 1e-6)
 
 
@@ -157,16 +158,65 @@ def test_default_table_equals_transformers() -> None:
     assert torch.equal(table.sin, sin[0, :, :16])
 
 
-def test_scaling_pasted_into_a_new_style_config_keeps_theta() -> None:
-    """A model card's `rope_scaling` snippet beside `rope_parameters`: theta is not lost."""
-    read = config(
-        rope_theta=...,
-        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-    )
-    assert read.rope_theta == 1e6
-    assert read.yarn is not None
-    assert read.max_context == 131072
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("place", ["top", "scaling"])
+def test_scaling_beside_rope_parameters_is_what_transformers_makes_of_it(key: str, place: str) -> None:
+    """A model card's `rope_scaling` snippet pasted into a config of the newer form."""
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    raw: dict[str, Any] = {
+        **BASE,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+        "rope_scaling": {key: "yarn", **YARN, **({"rope_theta": 1e6} if place == "scaling" else {})},
+    }
+    raw["rope_theta"] = 1e6 if place == "top" else None
+    raw = {name: value for name, value in raw.items() if value is not None}
+    ours = ModelConfig.from_dict(raw)
+    oracle = Qwen3RotaryEmbedding(Qwen3Config(**raw))
+    frequencies, factor = inverse_frequencies(ours)
+    assert oracle.rope_type == "yarn"
+    assert torch.equal(frequencies, oracle.inv_freq)
+    assert factor == oracle.attention_scaling
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"type": "yarn", **YARN}}, "rope_theta is 1000000.0 in rope_parameters and None beside"),
+        ({"rope_scaling": {"type": "yarn", **YARN}, "rope_theta": 5e5}, "and 500000.0 beside rope_scaling"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "rope_theta": 1e6, **YARN}},
+            "has rope_type 'yarn' and type 'linear'",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "rope_theta": 1e6}}, "rope type 'dynamic' is not"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 1e6}}, "rope type 'linear' is not"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0, "rope_theta": 1e6}}, "rope type 'llama3' is not"),
+        (
+            {
+                "rope_scaling": {"type": "default", "rope_theta": 1e6},
+                "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN},
+            },
+            "rope_scaling is 'default' and rope_parameters 'yarn'",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "rope_theta": 1e6, **YARN},
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
+            },
+            "name different kinds",
+        ),
+    ],
+)
+def test_rope_settings_that_contradict_or_are_not_there_are_refused(fields: dict[str, Any], message: str) -> None:
+    raw = {**BASE, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, **fields}
+    if "rope_theta" not in fields:
+        raw.pop("rope_theta", None)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_dict(raw)
 
 
 @pytest.mark.parametrize(

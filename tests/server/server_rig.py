@@ -45,7 +45,10 @@ TEMPLATE = """
 {%- if not (loop.first and message.role == 'system') %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}\\n' }}
+{%- set given = call.function.arguments %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- given if given is string else given | tojson }}
+{{- '}\\n' }}
 {{- '</tool_call>' }}
 {%- endfor %}{{- '<|im_end|>\\n' }}
 {%- endif %}{%- endfor %}

@@ -322,7 +322,7 @@ def test_the_models_own_arguments_come_through(stub: Rig, arguments: str) -> Non
 def test_half_a_surrogate_pair_anywhere_breaks_no_response(stub: Rig) -> None:
     stub.runner.says(r'<tool_call>{"name": "\ud83d", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>')
     for stream in (False, True):
-        answer = stub.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS, "stream": stream})
+        answer = stub.http.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS, "stream": stream})
         assert answer.status_code == 200
         assert r"\ud83d" in answer.text
         assert "error" not in answer.text

@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def resolved(eos: tuple[int, ...] = (), **fields: object) -> SamplingParams:
     class Defaults:
         eos_token_ids = eos
-        temperature = top_p = top_k = repetition_penalty = None
+        temperature = top_p = top_k = min_p = repetition_penalty = None
 
     return SamplingParams(**fields).resolve(Defaults(), 10_000)  # type: ignore[arg-type]
 

@@ -15,9 +15,10 @@ from transformers.generation.logits_process import MinNewTokensLengthLogitsProce
 
 from minipaged.engine.plan import SampledToken
 from minipaged.engine.request import Sequence
-from minipaged.sampling import sample as draw_module
+from minipaged.sampling import sample as sample_module
+from minipaged.sampling import sampler as sampler_module
 from minipaged.sampling.logit_edits import edit_logits
-from minipaged.sampling.logprobs import prompt_logprobs, token_logprobs
+from minipaged.sampling.logprobs import token_logprobs
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
 
@@ -27,7 +28,7 @@ V = 320
 def with_eos(params: SamplingParams, eos: tuple[int, ...]) -> SamplingParams:
     class Defaults:
         eos_token_ids = eos
-        temperature = top_p = top_k = repetition_penalty = None
+        temperature = top_p = top_k = min_p = repetition_penalty = None
 
     return params.resolve(Defaults(), 1000)
 
@@ -226,20 +227,57 @@ def test_a_row_alone_is_bit_identical_to_the_row_in_any_batch(fields: list[dict]
 @given(
     st.lists(rows(), min_size=1, max_size=5), st.sampled_from([127, 320, 4096]), st.integers(0, 2**32), st.booleans()
 )
-def test_the_device_path_draws_what_the_host_path_draws(fields: list[dict], vocab: int, seed: int, ties: bool) -> None:
+def test_the_device_path_samples_what_the_host_path_samples(
+    fields: list[dict], vocab: int, seed: int, ties: bool
+) -> None:
     """The branches for tensors that numpy cannot reach, run here on the CPU."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy((rng.normal(size=(len(fields), vocab)) * 4).astype(np.float32))
     logits = logits.round() if ties else logits
     sequences = [sequence(**f, sequence_id=i, seed=seed, output=(5, 7)) for i, f in enumerate(fields)]
     host = Sampler(vocab).sample(logits, sequences)
-    with mock.patch.object(draw_module, "on_host", return_value=False):
+    with mock.patch.object(sample_module, "on_host", return_value=False):
         assert Sampler(vocab).sample(logits, sequences) == host
 
 
 def test_unresolved_parameters_are_an_error() -> None:
-    with pytest.raises(ValueError, match="must be resolved"):
-        Sampler(V).sample(torch.zeros(1, V), [Sequence(0, 0, [1], 1, SamplingParams(), 0)])
+    token = Sampler(V).sample(torch.zeros(1, V), [Sequence(0, 0, [1], 1, SamplingParams(), 0)])[0]
+    assert token.error is not None
+    assert "must be resolved" in token.error
+
+
+class Raises:
+    """A value of a request that nobody looked at: whatever is done with it raises."""
+
+    def __getattr__(self, name: str) -> object:
+        raise OverflowError(f"no {name}")
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "logit_bias", "min_tokens", "frequency_penalty"])
+def test_a_row_that_raises_ends_alone_d20(field: str, on_host: bool) -> None:
+    """The exception becomes that row's error; the others get the tokens and log-probabilities of a batch without it."""
+    torch.manual_seed(5)
+    logits = torch.randn(4, V)
+    fields: list[dict] = [
+        {"temperature": 0.9, "logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.8},
+        {"repetition_penalty": 1.3, "temperature": 0.7},
+        {"temperature": 0.0},
+    ]
+    sequences = [sequence(**f, sequence_id=i, seed=i, output=(5, 7)) for i, f in enumerate(fields)]
+    bad = sequence(temperature=0.8, sequence_id=9, logit_bias={1: 0.5})
+    object.__setattr__(bad.params, field, Raises())
+    with mock.patch.object(sampler_module, "on_host", return_value=on_host):
+        wanted = Sampler(V).sample(logits, sequences)
+        got = Sampler(V).sample(torch.cat([logits[:2], logits[:1], logits[2:]]), [*sequences[:2], bad, *sequences[2:]])
+        alone = Sampler(V).sample(logits[:1], [bad])
+    assert got[:2] + got[3:] == wanted
+    assert all(token.error is None for token in wanted)
+    for failed in (got[2], alone[0]):
+        assert failed.token_id == -1
+        assert failed.error is not None
+        assert failed.error.startswith("sampling failed: ")
 
 
 def test_children_of_one_prefill_draw_differently_and_repeatably_c15() -> None:
@@ -301,13 +339,13 @@ def test_prompt_logprobs_give_one_entry_per_next_token_c18() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, V)
     tokens = [3, 319, 0, 7, 7]
-    got = prompt_logprobs(logits, tokens, 2)
+    got = token_logprobs(logits, tokens, 2)
     oracle = torch.log_softmax(logits.double(), -1)
     for row, (token, entry) in enumerate(zip(tokens, got, strict=True)):
         assert set(entry) == {token, *logits[row].topk(2).indices.tolist()}
         assert entry[token].logprob == pytest.approx(oracle[row, token].item(), abs=2e-6)
-    assert [len(e) for e in prompt_logprobs(logits, tokens, -1)] == [V] * 5
-    assert prompt_logprobs(logits[:0], [], 3) == []
+    assert [len(e) for e in token_logprobs(logits, tokens, -1)] == [V] * 5
+    assert token_logprobs(logits[:0], [], 3) == []
     with pytest.raises(ValueError, match="4 token ids for 5 rows"):
         token_logprobs(logits, tokens[:4], 1)
 

@@ -166,3 +166,21 @@ def with_changes(folder: Path, **changes: object) -> Tokenizer:
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_where_both_files_flag_a_token_the_config_wins_as_in_transformers(flag: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    write_byte_level_tokenizer(tmp_path)
+    ids = {"<think>": 264, "<|im_start|>": 262}
+    listed = {str(token_id): {"content": text, "special": flag} for text, token_id in ids.items()}
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config = {**config, "pad_token": "<|endoftext|>", "added_tokens_decoder": listed}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer, oracle = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "a<think>b<|im_start|>c<|im_end|>"
+    token_ids = tokenizer.encode(text)
+    # The oracle, Qwen2Tokenizer, builds its vocabulary anew from such a small file: its ids are its own.
+    assert tokenizer.decode(token_ids) == oracle.decode(oracle(text)["input_ids"], skip_special_tokens=True)
+    assert tokenizer.decode(token_ids) == ("abc" if flag else "a<think>b<|im_start|>c")

@@ -1,13 +1,13 @@
 """The engine: requests in, one mixed batch per step, cumulative outputs back.
 
-    add_request / abort  --queue-->  step():  apply the queue
+    add_request / abort  --inbox-->  step():  empty the inbox
     (any thread)                              schedule        -> StepPlan    (scheduler: who, which tokens, which slots)
                                               runner.execute  -> StepResult  (forward pass + sampling)
                                               commit, append, fork, finish   (what the result means)
                                               outputs of the requests that advanced or ended
 
-Ownership: `add_request` and `abort` touch nothing but the queue and the set of live ids, under one lock. Everything
-else belongs to the thread that calls `step`.
+Ownership: `add_request` and `abort` touch nothing but the inbox and the set of live ids. Everything else belongs to the
+thread that has its turn (`_alone`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from minipaged.engine.config import EngineConfig, EngineStats
-from minipaged.engine.request import Request, Sequence
+from minipaged.engine.repair import restart
+from minipaged.engine.request import Request, Sequence, Status
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.validation import fit, tokenize
 from minipaged.kv.prefix_index import check_salt
@@ -64,11 +65,9 @@ class Engine:
         self.tokenizer = tokenizer
         self.clock = clock
         self.max_model_len = config.max_model_len or self.room_for(0)
-        release = getattr(runner, "release", None)
+        self._release: Callable[[list[int]], None] = getattr(runner, "release", lambda sequence_ids: None)
         self._sequence_ids = itertools.count()
-        self.scheduler = Scheduler(
-            block_manager, config, self._sequence_ids, (lambda sid: release([sid])) if release else lambda sid: None
-        )
+        self.scheduler = Scheduler(block_manager, config, self._sequence_ids, self._release)
         self.batch_invariant = config.batch_invariant
         """Logits are bit-identical whatever else is in the batch."""
         self.num_steps = 0
@@ -76,13 +75,16 @@ class Engine:
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
         self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
-        # Reentrant: the garbage collector may close a forgotten stream, and so abort it, while this thread holds it.
-        self._lock = threading.RLock()
-        self._stepping = False
         self._process = os.getpid()
-        self._commands: deque[tuple[str, Request]] = deque()
-        self._live: dict[str, Request] = {}
         self._serials = itertools.count()
+        self._inbox: deque[Request] = deque()  # submitted, or to be aborted, since the last step
+        self._live: dict[str, Request] = {}  # until its end has been reported
+        self._touched: dict[Request, None] = {}  # to be reported
+        # Reentrant, both: the garbage collector may close a forgotten stream while this thread holds them.
+        self._intake = threading.RLock()
+        self._turn = threading.RLock()
+        self._inside = 0  # the thread that has its turn
+        self._cut_short = False  # the last turn never came to its end: only `_live` can be trusted
 
     # ---- requests, from any thread
 
@@ -105,10 +107,10 @@ class Engine:
         """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids:
         nothing happens.
         """
-        with self._lock:
-            request = self._live.get(request_id)
-            if request is not None:
-                self._commands.append(("abort", request))
+        request = self._live.get(request_id)
+        if request is not None:
+            request.aborted = True
+            self._inbox.append(request)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do or to report."""
@@ -162,13 +164,13 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request. ValueError if its id is alive."""
-        with self._lock:
+        with self._intake:
             if request.request_id in self._live:
                 raise ValueError(
                     f"request id {request.request_id!r} is alive: wait until it has ended, or choose another one"
                 )
+            self._inbox.append(request)
             self._live[request.request_id] = request
-            self._commands.append(("add", request))
 
     def room_for(self, prompt_len: int) -> int:
         """How many tokens a request may generate after a prompt of so many; 0 or less: none."""
@@ -182,48 +184,81 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one mixed batch; one cumulative output per request that got tokens or ended.
 
-        An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. What is
-        not an `Exception` (Ctrl-C) passes through; running sequences then start again from their token history.
+        An exception in the runner ends this step's requests with reason "error" and leaves the rest untouched. Any
+        other one, and what is no `Exception` (Ctrl-C), passes through: whatever it left half done, the next call finds
+        an empty pool, and all live requests start again from their tokens. A second thread waits for its turn.
         """
-        if self._stepping:
-            raise RuntimeError(
-                "Engine.step was called while a step is running (from a callback such as token_mask, or from a second "
-                "thread): one thread steps an engine, and callbacks must not generate"
-            )
-        touched: dict[Request, None] = {}
-        try:
-            self._stepping = True
-            self._apply_commands(touched)
-            plan = self.scheduler.schedule()
-            if plan.rows:
-                self._execute(plan, touched)
-            elif self.scheduler.waiting and not self.scheduler.running:
-                self._fail_stuck(touched)
-        except BaseException:
-            # Slots may have been given out for tokens that were not computed: only a fresh start makes the bookkeeping
-            # true again.
-            for sequence in list(self.scheduler.running):
-                self.scheduler.preempt(sequence)
-            raise
-        finally:
-            self._stepping = False
+        return self._alone(self._step)
+
+    def _alone(self, action: Callable[[], list[RequestOutput]]) -> list[RequestOutput]:
+        """Run what changes the engine's state: one thread at a time, and after a repair if the last time was cut off.
+
+        (Entering and leaving a lock by `with` is the one thing that Ctrl-C cannot come between.)
+        """
+        with self._turn:
+            if self._inside:
+                raise RuntimeError(
+                    "a callback of a running step, such as a token_mask, used the engine: callbacks must not generate"
+                )
+            try:
+                self._inside = threading.get_ident()
+                if self._cut_short:
+                    self._repair()
+                self._cut_short = True
+                outputs = action()
+                self._cut_short = False
+            finally:
+                self._inside = 0
+        return outputs
+
+    def _repair(self) -> None:
+        """Nothing is known but which requests live and what their tokens are: start from there, with a new pool."""
+        logger.info("a step was cut short: the KV pool is emptied, and what runs is computed again")
+        self.block_manager.reset()
+        self.scheduler.reset()
+        for request in list(self._live.values()):
+            self._release([sequence.sequence_id for sequence in request.sequences])
+            try:
+                restart(request)
+            except Exception as error:
+                self._fail(request, error, trace=True)
+            self._touched[request] = None
+            self._inbox.append(request)
+
+    def _step(self) -> list[RequestOutput]:
+        self._empty_inbox()
+        plan = self.scheduler.schedule()
+        if plan.rows:
+            self._execute(plan)
+        elif self.scheduler.waiting and not self.scheduler.running:
+            self._fail_stuck()
         self.num_steps += 1
         if self.config.check_invariants:
             self.block_manager.check_invariants()
-        return [request.output() for request in touched]
+        return self._report()
 
-    def _apply_commands(self, touched: dict[Request, None]) -> None:
-        while self._commands:
-            with self._lock:
-                command, request = self._commands.popleft()
-            if request.finished:
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            with self._intake:
+                request = self._inbox.popleft()
+            if self._live.get(request.request_id) is not request or request.finished:
                 continue
-            if command == "add":
-                self.scheduler.add(request.sequences[0])
-            else:
-                self._end(request, "abort", None, touched)
+            if request.aborted:
+                self._end(request, "abort")
+            for sequence in request.sequences:
+                if sequence.status is Status.NEW and sequence.samples_with:
+                    self.scheduler.add(sequence)
 
-    def _execute(self, plan: StepPlan, touched: dict[Request, None]) -> None:
+    def _report(self) -> list[RequestOutput]:
+        """The outputs of all that were touched; those that are over are forgotten with it."""
+        outputs = [request.output() for request in self._touched]
+        for request in self._touched:
+            if request.finished:
+                self._live.pop(request.request_id, None)
+        self._touched = {}
+        return outputs
+
+    def _execute(self, plan: StepPlan) -> None:
         scheduled = self.clock()
         for row in plan.rows:
             metrics = row.sequence.request.metrics
@@ -236,7 +271,7 @@ class Engine:
         except Exception as error:
             logger.exception("the forward pass of step %d failed", self.num_steps)
             for row in plan.rows:
-                self._fail(row.sequence.request, error, touched)
+                self._fail(row.sequence.request, error)
             return
         self.num_computed_tokens += plan.num_tokens
         now = self.clock()
@@ -245,25 +280,25 @@ class Engine:
             if request.finished:
                 continue  # a sibling failed a moment ago
             try:
-                self._apply(row, row_result, now, touched)
+                self._apply(row, row_result, now)
             except Exception as error:
-                self._fail(request, error, touched, trace=True)
+                self._fail(request, error, trace=True)
 
-    def _apply(self, row: ScheduledSequence, result: RowResult, now: float, touched: dict[Request, None]) -> None:
+    def _apply(self, row: ScheduledSequence, result: RowResult, now: float) -> None:
         """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
         the finished leave.
         """
         sequence, request = row.sequence, row.sequence.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
-                self._fail(request, sample.error, touched)
+                self._fail(request, sample.error)
                 return
         self._mark_computed(sequence, row.start, row.start + row.num_tokens)
         if row.prompt_logprobs:
             request.add_prompt_logprobs(result.prompt_logprobs)
         if not row.sample_for:
             return
-        touched[request] = None
+        self._touched[request] = None
         if request.metrics.first_token_time is None:
             request.metrics.first_token_time = now
         for parent, fork in request.advance(row, result):
@@ -272,7 +307,7 @@ class Engine:
             if sibling.finish_reason is not None:
                 self.scheduler.remove(sibling)
         if request.finished:
-            self._forget(request, now)
+            request.metrics.finished_time = now
 
     def _mark_computed(self, sequence: Sequence, start: int, computed: int) -> None:
         """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
@@ -291,32 +326,24 @@ class Engine:
                 )
                 sequence.num_committed = full
 
-    def _fail(
-        self, request: Request, error: str | Exception, touched: dict[Request, None], *, trace: bool = False
-    ) -> None:
+    def _fail(self, request: Request, error: str | Exception, *, trace: bool = False) -> None:
         """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""
         message = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         if not request.finished:  # each of its n rows may fail
             shown = trace and isinstance(error, Exception) and error
             logger.error("request %r failed: %s", request.request_id, message, exc_info=shown)
-        self._end(request, "error", message, touched)
+        self._end(request, "error", message)
 
-    def _end(self, request: Request, reason: FinishReason, error: str | None, touched: dict[Request, None]) -> None:
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End every sequence that is not over yet, in whatever state it is, and give its blocks back."""
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 sequence.finish(reason, error)
             self.scheduler.remove(sequence)
-        self._forget(request, self.clock())
-        touched[request] = None
+        request.metrics.finished_time = self.clock()
+        self._touched[request] = None
 
-    def _forget(self, request: Request, now: float) -> None:
-        request.metrics.finished_time = now
-        with self._lock:
-            if self._live.get(request.request_id) is request:
-                del self._live[request.request_id]
-
-    def _fail_stuck(self, touched: dict[Request, None]) -> None:
+    def _fail_stuck(self) -> None:
         """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
         this pool.
         """
@@ -326,10 +353,9 @@ class Engine:
             f"{sequence.blocks_wanted} blocks are needed, and only {manager.num_available_blocks} of "
             f"{manager.num_physical_blocks} are available although no request runs: "
             "something else holds blocks of this engine's manager",
-            touched,
         )
 
-    # ---- ending requests at once, from the thread that steps
+    # ---- ending requests at once
 
     def drop(self, request: Request) -> None:
         """End a submitted request now, without an output; nothing happens if it is over.
@@ -337,34 +363,37 @@ class Engine:
         In the middle of a step (from a callback, or when the garbage collector closes a forgotten stream) its plan
         stays as it is, and the request ends with the next step.
         """
-        if request.finished:
-            return
-        if self._stepping:
-            with self._lock:
-                self._commands.append(("abort", request))
-        else:
-            self._end(request, "abort", None, {})
+        if self._live.get(request.request_id) is request:
+            self.abort(request.request_id)  # first, so that it ends even if this call never does
+            if self._inside != threading.get_ident():
+                self._alone(lambda: self._drop(request))
+
+    def _drop(self, request: Request) -> list[RequestOutput]:
+        if not request.finished:
+            self._end(request, "abort")
+        self._touched.pop(request, None)
+        self._live.pop(request.request_id, None)
+        return []
 
     def drop_all(self, error: str | None = None) -> list[RequestOutput]:
-        """`drop` every live request, with the reason "error" if there is one; returns their last outputs."""
-        ended: dict[Request, None] = {}
+        """End every live request, with the reason "error" if one is given, else "abort"; returns their last outputs."""
+        return self._alone(lambda: self._drop_all(error))
+
+    def _drop_all(self, error: str | None) -> list[RequestOutput]:
         for request in list(self._live.values()):
-            if error is None:
-                self._end(request, "abort", None, ended)
-            else:
-                self._fail(request, error, ended)
-        return [request.output() for request in ended]
+            if not request.finished:
+                self._end(request, "abort" if error is None else "error", error)
+        return self._report()
 
     # ---- numbers
 
     def stats(self) -> EngineStats:
         """A snapshot. Exact between steps; from another thread during a step, of a moment in it."""
         manager, scheduler = self.block_manager, self.scheduler
-        with self._lock:
-            queued = sum([command == "add" for command, _ in self._commands])
+        queued = [request for request in list(self._live.values()) if request.sequences[0].status is Status.NEW]
         return EngineStats(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + queued,
+            waiting=len(scheduler.waiting) + len(queued),
             preemptions=scheduler.num_preemptions,
             recomputed_tokens=self._recomputed_tokens,
             blocks_total=manager.num_physical_blocks,

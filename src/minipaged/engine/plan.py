@@ -27,9 +27,15 @@ class ScheduledSequence:
     """Who draws a token from the logits of the last position: nobody (a prefill chunk that is not the last), the
     sequence itself, or the n siblings that share one prefill. Their token histories are equal; seed and child index
     differ."""
-    prompt_logprobs: bool = (
-        False  # also wants the log-probabilities of prompt tokens start + 1 : start + num_tokens + 1
-    )
+    prompt_logprobs: bool = False
+    """Also wants the log-probabilities of prompt tokens start + 1 : start + num_tokens + 1."""
+
+    @property
+    def logits_of(self) -> range:
+        """The tokens of this row (0 to num_tokens - 1) whose logits are wanted: all for prompt log-probabilities, the
+        last one to sample from, or none. Whoever samples does so from the last of them."""
+        wanted = self.num_tokens if self.prompt_logprobs else 1 if self.sample_for else 0
+        return range(self.num_tokens - wanted, self.num_tokens)
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class Sequence:
     status: Status = Status.NEW
     samples_with: tuple[Sequence, ...] = ()
     """Who draws from this sequence's logits: itself, or, for the leader of n siblings until the prompt is computed, all
-    n.
+    n. Nobody, as long as it is one of the others.
     """
     num_computed: int = 0  # tokens whose K/V is in the cache (0 again after a preemption)
     num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
@@ -167,6 +167,7 @@ class Request:
     num_unfinished: int = field(init=False)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = field(init=False)
     num_cached_tokens: int | None = None
+    aborted: bool = False  # it is to be ended
 
     def __post_init__(self) -> None:
         params, prompt = self.params, self.prompt_token_ids
@@ -180,7 +181,7 @@ class Request:
             sequence.request = self
             sequence.detokenizer = Detokenizer(params, self.tokenizer, self.chat)
             sequence.logprobs = None if params.logprobs is None else []
-            sequence.samples_with = (sequence,) if sequence.index else self.sequences
+        self.sequences[0].samples_with = self.sequences
 
     @property
     def finished(self) -> bool:
@@ -198,7 +199,8 @@ class Request:
             sequence.append(sample)
         if len(siblings) == 1:
             return []
-        leader.samples_with = (leader,)
+        for sequence in siblings:
+            sequence.samples_with = (sequence,)
         return [(leader, child) for child in siblings if child is not leader and child.finish_reason is None]
 
     def add_prompt_logprobs(self, entries: list[dict[int, Logprob]]) -> None:

@@ -63,7 +63,8 @@ PROMPT_LOGPROBS_CHUNK = 64
 class Scheduler:
     """Owns the queues and drives the block manager.
 
-    sequence_ids: unused numbers. on_release: called with a sequence's number whenever it loses its blocks.
+    sequence_ids: unused numbers. on_release: called with the numbers of sequences
+    that lose their blocks.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Scheduler:
         manager: KVBlockManager,
         config: EngineConfig,
         sequence_ids: Iterator[int],
-        on_release: Callable[[int], None],
+        on_release: Callable[[list[int]], None],
     ) -> None:
         self.manager = manager
         self.max_num_seqs = config.max_num_seqs
@@ -88,6 +89,11 @@ class Scheduler:
         self._rows: dict[Sequence, ScheduledSequence] = {}
 
     # ---- queues
+
+    def reset(self) -> None:
+        """Forget every sequence; the manager holds none."""
+        self.waiting.clear()
+        self.running.clear()
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; the leader of a request with n > 1 stands for all n until its prompt is computed."""
@@ -110,7 +116,7 @@ class Scheduler:
     def _claim_id(self, sequence: Sequence) -> None:
         """Another number, if somebody who uses the manager beside the engine has taken this one."""
         while sequence.sequence_id in self.manager.sequences:
-            self._on_release(sequence.sequence_id)
+            self._on_release([sequence.sequence_id])
             sequence.sequence_id = next(self._sequence_ids)
 
     def remove(self, sequence: Sequence) -> None:
@@ -136,7 +142,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.sequence_id in self.manager.sequences:
             self.manager.release_sequence(sequence.sequence_id)
-        self._on_release(sequence.sequence_id)  # without blocks too: a sibling may have been sampled before its fork
+        self._on_release([sequence.sequence_id])  # without blocks too: a sibling may have been sampled before its fork
 
     # ---- one step
 
@@ -263,7 +269,7 @@ class Scheduler:
         )
         if wanted > spare:
             manager.release_sequence(sequence.sequence_id)
-            self._on_release(sequence.sequence_id)
+            self._on_release([sequence.sequence_id])
             sequence.blocks_wanted = wanted
             return False
         sequence.blocks_wanted = 0

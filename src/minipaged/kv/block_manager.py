@@ -23,7 +23,7 @@ from minipaged.errors import InvariantError, OutOfBlocksError, UnknownSequenceEr
 from minipaged.kv.address import num_logical_blocks, slot
 from minipaged.kv.block_pool import BlockPool
 from minipaged.kv.events import Listener
-from minipaged.kv.eviction import EvictionPolicy, claim, describe, make_policy
+from minipaged.kv.eviction import EvictionPolicy, claim, describe, make_policy, renewed
 from minipaged.kv.invariants import check
 from minipaged.kv.prefix_index import CommitState, Entry, PrefixKeys, check_salt, token_array
 
@@ -37,11 +37,13 @@ class SequenceState:
 
     sequence_length: tokens with a slot, which is also the position of the next one.
     block_table: physical block of each logical block, ceil(sequence_length / block_size) of them.
+    commit: how far its tokens are known to the prefix cache.
     """
 
     sequence_id: int
     sequence_length: int = 0
     block_table: list[int] = field(default_factory=list)
+    commit: CommitState = field(default_factory=CommitState, repr=False, compare=False)
 
 
 class KVBlockManager:
@@ -76,11 +78,10 @@ class KVBlockManager:
         self.enable_prefix_caching = bool(enable_prefix_caching)
         if listener is not None and not callable(listener):
             raise TypeError(f"listener must be callable, got {listener!r}")
-        order = checked_order(free_order, self.num_physical_blocks)
+        self._free_order = checked_order(free_order, self.num_physical_blocks)
         self.sequences: dict[int, SequenceState] = {}
-        self._commits: dict[int, CommitState] = {}
         self._num_tokens = 0  # slots with a token in blocks in use, a shared block once
-        self._pool = BlockPool(order, self.block_size, make_policy(eviction_policy), listener)
+        self._pool = BlockPool(self._free_order, self.block_size, make_policy(eviction_policy), listener)
         claim(eviction_policy, self)
 
     # --- how full the pool is ---
@@ -143,7 +144,9 @@ class KVBlockManager:
 
         ValueError if the id lives.
         """
-        return self._add_sequence(self._new_id(sequence_id), [], CommitState(check_salt(salt)))
+        sequence_id = self._new_id(sequence_id)
+        state = self.sequences[sequence_id] = SequenceState(sequence_id, commit=CommitState(check_salt(salt)))
+        return state
 
     def blocks_needed(self, sequence_id: int, num_tokens: int) -> int:
         """Blocks that `append_tokens` would take now, copy-on-write included.
@@ -221,8 +224,8 @@ class KVBlockManager:
         for logical, block in enumerate(parent.block_table):
             self._pool.share(block)
             self._pool.emit("share", block, child_id, logical)
-        commit = self._commits[parent.sequence_id].fork()
-        child = self._add_sequence(child_id, list(parent.block_table), commit, parent.sequence_length)
+        child = SequenceState(child_id, parent.sequence_length, list(parent.block_table), parent.commit.fork())
+        self.sequences[child_id] = child
         self._pool.tell()
         return child
 
@@ -240,7 +243,7 @@ class KVBlockManager:
         first one evicted. Pending copies into blocks that lose their last owner are dropped.
         """
         state = self._state(sequence_id)
-        del self.sequences[state.sequence_id], self._commits[state.sequence_id]
+        del self.sequences[state.sequence_id]
         tokens = state.sequence_length - (len(state.block_table) - 1) * self.block_size  # in the last block
         for logical in range(len(state.block_table) - 1, -1, -1):
             if self._pool.give_back(state.block_table[logical], state.sequence_id, logical):
@@ -317,7 +320,7 @@ class KVBlockManager:
                 self._num_tokens += self.block_size
             self._pool.policy.hit(block)
             self._pool.emit("share", block, sequence_id, logical)
-        state = self._add_sequence(sequence_id, table, commit, commit.committed)
+        state = self.sequences[sequence_id] = SequenceState(sequence_id, commit.committed, table, commit)
         self._pool.tell()
         return state
 
@@ -330,7 +333,7 @@ class KVBlockManager:
         ValueError beyond sequence_length, or if a shared block was committed with other tokens.
         """
         state = self._state(sequence_id)
-        commit = self._commits[state.sequence_id]
+        commit = state.commit
         tokens = token_array(token_ids)
         end = commit.committed + len(tokens)
         if end > state.sequence_length:
@@ -350,9 +353,21 @@ class KVBlockManager:
         K/V may be outdated (after new weights, say).
         """
         self._pool.clear_cache()
-        for commit in self._commits.values():
-            if commit.committed:
-                commit.detach()
+        for state in self.sequences.values():
+            if state.commit.committed:
+                state.commit.detach()
+        self._pool.tell()
+
+    def reset(self) -> None:
+        """Forget every sequence, caller's block and cache entry, also out of the middle of an operation that never came
+        to its end. Listeners are told that each block is free; `prefix_keys` of before are refused.
+        """
+        self.sequences.clear()
+        self._num_tokens = 0
+        old = self._pool
+        self._pool = BlockPool(self._free_order, self.block_size, renewed(old.policy), old.listener)
+        for block in self._free_order:
+            self._pool.emit("free", block)
         self._pool.tell()
 
     # --- checks ---
@@ -376,11 +391,10 @@ class KVBlockManager:
 
     def _state(self, sequence_id: int) -> SequenceState:
         state = self.sequences.get(sequence_id)
+        if state is None and (number := as_int(sequence_id)) is not None:
+            state = self.sequences.get(number)  # what stands for an integer without being equal to it: a tensor, say
         if state is None:
-            number = as_int(sequence_id)  # what stands for an integer without being equal to it: a tensor, say
-            state = None if number is None else self.sequences.get(number)
-            if state is None:
-                raise UnknownSequenceError(sequence_id)
+            raise UnknownSequenceError(sequence_id)
         return state
 
     def _new_id(self, sequence_id: int) -> int:
@@ -394,12 +408,6 @@ class KVBlockManager:
         if not 0 <= block < self.num_physical_blocks:
             raise ValueError(f"block {block} is outside the pool of {self.num_physical_blocks} blocks")
         return block
-
-    def _add_sequence(self, sequence_id: int, table: list[int], commit: CommitState, length: int = 0) -> SequenceState:
-        state = SequenceState(sequence_id, length, table)
-        self.sequences[sequence_id] = state
-        self._commits[sequence_id] = commit
-        return state
 
     def _check_room(self, needed: int, what: str) -> None:
         if needed > self._pool.num_available:

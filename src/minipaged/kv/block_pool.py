@@ -75,7 +75,7 @@ class BlockPool:
         self.policy = policy
         self.copies = PendingCopies()
         self.unreported: dict[int, None] = {}  # free blocks whose `free` event waits for the copies that read them
-        self._listener = listener
+        self.listener = listener
         self._events: list[BlockEvent] = []  # of the operation that is running
         self._releases = 0
 
@@ -88,20 +88,20 @@ class BlockPool:
         source: int | None = None,
     ) -> None:
         """Note an event, for `tell`."""
-        if self._listener is not None:
+        if self.listener is not None:
             self._events.append(BlockEvent(kind, block, sequence, index, source))
 
     def tell(self) -> None:
         """The operation is over: the listener hears of all its events, whatever it raises; the first exception comes
         out afterwards.
         """
-        if self._listener is None or not self._events:
+        if self.listener is None or not self._events:
             return
         events, self._events = self._events, []
         failure: BaseException | None = None
         for event in events:
             try:
-                self._listener(event)
+                self.listener(event)
             except BaseException as error:  # Ctrl-C too: a mirror of the tables must not miss an event
                 failure = failure or error
         if failure is not None:

@@ -21,7 +21,7 @@ class BlockEvent:
     copy      copy-on-write: `block` replaced the table's last entry, `source` will be copied into it
     commit    the block became findable in the prefix cache
     evict     an idle block lost its cache entry and its content; comes before the event of who takes it
-    free      the block lost its content and is in the free queue
+    free      the block lost its content and is in the free queue (after `reset`: every block, also those that were)
 
     allocate, share and copy give every live sequence's table: cut it to `logical_index` entries, then append `block`.
 

@@ -159,13 +159,19 @@ class GuardedPolicy:
         del self._released[block]
         self._ask("remove", block)
 
+    def forget_candidates(self) -> None:
+        """`remove` all of them."""
+        for block in list(self._released):
+            self.remove(block)
+
     def evict(self) -> int:
         """See `EvictionPolicy`."""
         answer = self._ask("evict")
         block = as_int(answer)
         if block not in self._released:
-            candidates = f"the {len(self._released)} candidates"
-            self._take_over(f"evict() returned {short_repr(answer)}, which is not one of {candidates}")
+            self._take_over(
+                f"evict() returned {short_repr(answer)}, which is not one of the {len(self._released)} candidates"
+            )
             block = self._policy.evict()
         del self._released[block]
         return block
@@ -202,6 +208,14 @@ def make_policy(policy: str | EvictionPolicy) -> EvictionPolicy:
         what = "a class, pass an instance" if isinstance(policy, type) else f"without {', '.join(missing)}()"
         raise TypeError(f"eviction_policy must be a name or an EvictionPolicy, got {policy!r} ({what})")
     return GuardedPolicy(policy)
+
+
+def renewed(policy: EvictionPolicy) -> EvictionPolicy:
+    """The policy without any candidate."""
+    if not isinstance(policy, GuardedPolicy):
+        return type(policy)()
+    policy.forget_candidates()
+    return policy
 
 
 def describe(policy: EvictionPolicy) -> str:

@@ -165,11 +165,8 @@ def _check_candidates(m: KVBlockManager) -> None:
 
 
 def _check_commits(m: KVBlockManager) -> None:
-    if m._commits.keys() != m.sequences.keys():
-        ids = sorted(m._commits.keys() ^ m.sequences.keys())
-        _fail(f"sequences {ids} have a state without a commit state, or the reverse; rule: both or neither")
-    for sequence_id, commit in m._commits.items():
-        length = m.sequences[sequence_id].sequence_length
+    for sequence_id, state in m.sequences.items():
+        commit, length = state.commit, state.sequence_length
         if not 0 <= commit.committed <= length:
             _fail(
                 f"sequence {sequence_id} has {commit.committed} committed tokens of {length}; rule: at most its length"

@@ -140,7 +140,7 @@ class PrefixIndex:
     def match(self, keys: PrefixKeys) -> tuple[Entry | None, int]:
         """Last entry and length in blocks of the longest cached prefix that leaves at least one token to compute."""
         if keys._index is not self:
-            raise ValueError("these prefix keys were made by another block manager; use this one's prefix_keys()")
+            raise ValueError("these prefix keys are of another block manager, or of before a reset: make new ones")
         entry, depth = keys._matched, keys._depth
         while entry is not None and not entry.alive:
             entry, depth = entry.parent, depth - 1
@@ -166,7 +166,7 @@ class CommitState:
     parent                     the entry of this content, `pending` the two tokens after it
     """
 
-    salt: str | None
+    salt: str | None = None
     committed: int = 0  # tokens whose K/V is in memory
     parent: Entry | None = None  # of the last full committed block's content, which may be another block's entry
     pending: array[int] = field(default_factory=lambda: array("q"))  # committed tokens after the last full block

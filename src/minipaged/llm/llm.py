@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import closing
 from dataclasses import replace
 from numbers import Number
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from minipaged.arguments import check_keywords, hinting
 from minipaged.engine.engine import Engine
+from minipaged.llm.interrupts import Interrupts
 from minipaged.llm.loading import LoadedEngine, load_engine
 from minipaged.llm.options import EngineOptions
 from minipaged.outputs import CompletionOutput, RequestOutput
@@ -219,13 +221,14 @@ class LLM:
         """End every request and let go of weights and pool. A second call does nothing; any other use is a
         RuntimeError.
         """
-        with self._lock:
-            loaded, self._loaded = self._loaded, None
-            self._news.clear()
-        if loaded is not None:
-            loaded.engine.drop_all()
-            for hook in loaded.close_hooks:
-                hook()
+        with Interrupts():
+            with self._lock:
+                loaded, self._loaded = self._loaded, None
+                self._news.clear()
+            if loaded is not None:
+                loaded.engine.drop_all()
+                for hook in loaded.close_hooks:
+                    hook()
 
     def __enter__(self) -> LLM:
         return self
@@ -259,25 +262,29 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        with _Bar(len(requests), use_tqdm) as bar, _Live(self, requests):
+        live = _Live(self, requests)
+        with _Bar(len(requests), use_tqdm) as bar, Interrupts() as interrupts, closing(live), live:
             while len(results) < len(requests):
                 for request in requests:
                     output = None if request.request_id in results else self._take(request)
                     if output is not None and output.finished:
                         results[request.request_id] = output
                         bar(output)
+                interrupts.deliver()
                 if len(results) < len(requests):
                     self._step()
         return [results[request.request_id] for request in requests]
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
         given = [CompletionOutput(index) for index in range(request.params.n)]
-        with _Live(self, [request]):
+        live = _Live(self, [request])
+        with closing(live), live:
             while True:
-                output = self._take(request)
-                if output is None:
-                    self._step()
-                    continue
+                with Interrupts():
+                    output = self._take(request)
+                    if output is None:
+                        self._step()
+                        continue
                 yield _difference(output, given)
                 if output.finished:
                     return
@@ -303,24 +310,27 @@ class LLM:
 
 
 class _Live:
-    """Requests from their start to their end, or to the end of interest in them."""
+    """Requests from their start to their end, or to the end of interest in them.
+
+    Used as `with closing(live), live`: an exception that keeps `__exit__` from its work leaves `close` to do it.
+    """
 
     def __init__(self, llm: LLM, requests: Iterable[Request]) -> None:
         self.llm, self.requests = llm, list(requests)
 
     def __enter__(self) -> None:
-        with self.llm._lock:
+        with Interrupts(), self.llm._lock:
             engine = self.llm._open().engine
-            try:
-                for request in self.requests:
-                    engine.submit(request)
-                    self.llm._news[request.request_id] = None
-            except BaseException:
-                self.__exit__()
-                raise
+            for request in self.requests:
+                engine.submit(request)
+                self.llm._news[request.request_id] = None
 
     def __exit__(self, *_: object) -> None:
-        with self.llm._lock:
+        self.close()
+
+    def close(self) -> None:
+        """Nobody waits for them any more: those that are not over end."""
+        with Interrupts(), self.llm._lock:
             for request in self.requests:
                 self.llm._news.pop(request.request_id, None)
                 if self.llm._loaded is not None:

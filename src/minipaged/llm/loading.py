@@ -23,13 +23,13 @@ from minipaged.llm.memory import (
     CPU_MEMORY_SHARE,
     PoolSize,
     check_cpu_memory,
-    check_gpu_pool,
+    check_pool,
     gpu_pool_bytes,
     size_pool,
 )
 from minipaged.llm.options import EngineOptions
 from minipaged.model.hub import resolve_model
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.runner.warm_up import warm_up
 from minipaged.sampling.sampler import Sampler
@@ -144,8 +144,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         kv_cache_memory=options.kv_cache_memory,
     )
     pool_bytes = pool.num_blocks * block_bytes
-    if on_gpu:
-        check_gpu_pool(pool_bytes, _gpu_memory(device)[0])
+    check_pool(pool_bytes, _gpu_memory(device)[0] if on_gpu else cgroup.available_memory(), str(device))
     with _naming(
         f"the KV pool of {pool.num_blocks} blocks ({pool_bytes} bytes): lower num_blocks, block_size or kv_cache_memory"
     ):
@@ -166,7 +165,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         f"the buffers of a step: lower max_num_seqs = {options.max_num_seqs} or "
         f"max_num_batched_tokens = {batched_tokens}"
     ):
-        metadata = BatchMetadata(
+        input_batch = InputBatch(
             max_tokens=batched_tokens + 1,
             max_seqs=options.max_num_seqs,
             max_blocks=min(pool.num_blocks, num_logical_blocks(pool.max_model_len, options.block_size)),
@@ -174,7 +173,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
             num_slots=pool.num_blocks * options.block_size,
             device=device,
         )
-    events = FanOut(metadata.tables.on_event)
+    events = FanOut(input_batch.tables.on_event)
     manager = KVBlockManager(
         pool.num_blocks,
         options.block_size,
@@ -183,7 +182,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         listener=events,
     )
     engine = Engine(
-        _runner(model, backend, caches, metadata, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
+        _runner(model, backend, caches, input_batch, min(options.max_num_seqs, batched_tokens), pool.max_model_len),
         manager,
         EngineConfig(
             max_model_len=pool.max_model_len,
@@ -267,16 +266,16 @@ def _runner(
     model: Qwen3Model,
     backend: Backend,
     caches: list[PagedKVCache],
-    metadata: BatchMetadata,
+    input_batch: InputBatch,
     max_seqs: int,
     max_model_len: int,
 ) -> ModelRunner:
     sampler = Sampler(model.config.vocab_size)
     if not _is_gpu(model.device) or not backend.capturable or os.environ.get(GRAPHS_VARIABLE) == "0":
-        return ModelRunner(model, backend, caches, sampler, metadata)
+        return ModelRunner(model, backend, caches, sampler, input_batch)
     from minipaged.runner.graph_runner import GraphRunner
 
-    return GraphRunner(model, backend, caches, sampler, metadata, max_seqs=max_seqs, max_model_len=max_model_len)
+    return GraphRunner(model, backend, caches, sampler, input_batch, max_seqs=max_seqs, max_model_len=max_model_len)
 
 
 _AVAILABLE_SOURCE = ("a quarter of the memory left", "the GPU memory that gpu_memory_utilization leaves")

@@ -119,12 +119,16 @@ def gpu_pool_bytes(free: int, total: int, gpu_memory_utilization: float) -> int:
     return available
 
 
-def check_gpu_pool(pool_bytes: int, free: int) -> None:
-    """ValueError if a pool of so many bytes, which was asked for, does not fit into what is `free` on the GPU."""
-    if pool_bytes > free:
+def check_pool(pool_bytes: int, free: int | None, device: str) -> None:
+    """ValueError if a pool of so many bytes, which was asked for, does not fit into the `free` bytes of `device`.
+
+    None = unknown. On a CPU pages come when they are first written: without this check the process would start, and be
+    killed later.
+    """
+    if free is not None and pool_bytes > free:
         raise ValueError(
-            f"a KV pool of {pool_bytes / 2**30:.2f} GiB does not fit: {free / 2**30:.2f} GiB of the GPU's memory are "
-            "free after the weights and the largest step; lower num_blocks or kv_cache_memory, or leave both out"
+            f"a KV pool of {pool_bytes} bytes ({_gib(pool_bytes)}) does not fit: {free} bytes ({_gib(free)}) of memory "
+            f"are free on {device} after the weights; lower num_blocks or kv_cache_memory, or leave both out"
         )
 
 

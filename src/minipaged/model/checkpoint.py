@@ -21,6 +21,8 @@ from minipaged.model.parameters import HEAD, Parameter, parameters
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+BASE_MODEL_NAMES = ("embed_tokens.", "layers.", "norm.")
+"""How names begin in a checkpoint of the model without its head, as embedding models are saved."""
 SHOWN = 8  # names listed in a message before "and N more"
 
 
@@ -36,6 +38,8 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._files: dict[str, Path] = {}
+        self._stored: dict[str, str] = {}  # the name in the file, where it differs
+        self._unlisted: list[str] = []  # by the index
         self._opened: tuple[Path, Any] | None = None  # the file read last: opening it for every tensor takes 0.2 s
         weight_map = self._find_files()
         for path in self._paths:
@@ -54,7 +58,7 @@ class Checkpoint:
         path = self._files[name]
         if self._opened is None or self._opened[0] != path:
             self._opened = path, _open(path)
-        tensor: Tensor = self._opened[1].get_tensor(name)
+        tensor: Tensor = self._opened[1].get_tensor(self._stored.get(name, name))
         return tensor
 
     def check(self, config: ModelConfig) -> None:
@@ -75,12 +79,14 @@ class Checkpoint:
         shapes = [_shape_problem(want, self.shapes[name]) for name, want in wanted.items() if name in self.shapes]
         wrong = [problem for problem in shapes if problem]
         types = [f"{name} ({self._types[name]})" for name in wanted if self._types.get(name, "F32") not in FLOATS]
+        unlisted = [f"{n} ({self._files[n].name})" for n in self._unlisted if not _ignored(n, config)]
         problems = [
             f"{what}: {_listing(names)}"
             for what, names in (
                 ("missing tensors", missing),
                 ("unexpected tensors", unexpected),
                 ("wrong shapes", wrong),
+                (f"tensors without an entry in {INDEX_FILE}", unlisted),
                 ("unsupported types (bf16, fp16 and fp32 are supported)", types),
             )
             if names
@@ -122,26 +128,28 @@ class Checkpoint:
 
     def _read_header(self, path: Path) -> None:
         with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
+            for stored in file.keys():  # noqa: SIM118 - not a dict
+                name = stored
+                if stored.startswith(BASE_MODEL_NAMES):
+                    name = f"model.{stored}"
+                    self._stored[name] = stored
                 if name in self._files:
                     raise CheckpointError(
                         f"tensor {name} is in both {self._files[name].name} and {path.name} of {self.folder}"
                     )
-                part = file.get_slice(name)
+                part = file.get_slice(stored)
                 self._files[name] = path
                 self.shapes[name] = tuple(part.get_shape())
                 self._types[name] = part.get_dtype()
 
     def _compare_with_index(self, weight_map: Mapping[str, str]) -> None:
-        actual = {name: path.name for name, path in self._files.items()}
-        absent = [f"{name} ({shard})" for name, shard in weight_map.items() if actual.get(name) != shard]
-        unlisted = [f"{name} ({shard})" for name, shard in actual.items() if name not in weight_map]
+        actual = {self._stored.get(name, name): path for name, path in self._files.items()}
+        absent = [f"{name} ({shard})" for name, shard in weight_map.items() if actual.get(name) != self.folder / shard]
         if absent:
             raise CheckpointError(
                 f"{self.folder}: {INDEX_FILE} lists tensors that are not in the named file: {_listing(absent)}"
             )
-        if unlisted:
-            raise CheckpointError(f"{self.folder}: {INDEX_FILE} has no entry for these tensors: {_listing(unlisted)}")
+        self._unlisted = [name for name in self._files if self._stored.get(name, name) not in weight_map]
 
 
 def _open(path: Path) -> Any:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = "minipaged runs dense Qwen3 (Qwen3ForCausalLM, model_type 'qwen3': 0.6B to 32B)"
 DEFAULT_ROPE_THETA = 10_000.0  # transformers' default_theta, used when no place in config.json gives one
+DEFAULT_HEAD_DIM = 128  # of transformers' Qwen3Config, whatever hidden_size and heads are
 HEAD_DIMS = range(16, 257, 8)
 
 
@@ -104,7 +105,7 @@ class ModelConfig:
             num_hidden_layers=fields.integer("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=fields.integer("num_key_value_heads", default=heads),
-            head_dim=fields.integer("head_dim", default=hidden // heads),
+            head_dim=fields.integer("head_dim", default=DEFAULT_HEAD_DIM),
             max_position_embeddings=max_position,
             rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
             tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
@@ -244,11 +245,21 @@ def _checkpoint_dtype(raw: Mapping[str, Any], where: str) -> str | None:
     return name
 
 
+def _refuse_lost_theta(inside: Any, outside: Any, where: str) -> None:
+    """transformers forgets rope_parameters, with the theta in it, as soon as there is a rope_scaling."""
+    if inside is not None and inside != outside:
+        raise CheckpointError(
+            f"{where}: rope_theta is {inside!r} in rope_parameters and {outside!r} beside rope_scaling, for which "
+            "transformers forgets rope_parameters: put rope_theta into rope_scaling"
+        )
+
+
 def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float, YarnScaling | None]:
     """theta and YaRN from all the places where they have lived; the older `rope_scaling` wins over `rope_parameters`,
     as in transformers.
     """
     parameters: dict[str, Any] = {}
+    kinds: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
         part = raw.get(name) or {}
         if not isinstance(part, dict):
@@ -258,10 +269,23 @@ def _rope(raw: Mapping[str, Any], max_position: int, where: str) -> tuple[float,
             raise UnsupportedModelError(
                 f"{where}: {name} differs by layer type ({', '.join(nested)}), which is not supported"
             )
-        parameters.update({key: value for key, value in part.items() if value is not None})
+        part = {key: value for key, value in part.items() if value is not None}
+        if name == "rope_scaling" and part:
+            _refuse_lost_theta(parameters.get("rope_theta"), part.get("rope_theta", raw.get("rope_theta")), where)
+        if part:
+            kinds[name] = part.setdefault("rope_type", part.get("type", "default"))
+            if part.get("type", kinds[name]) != kinds[name]:
+                raise CheckpointError(f"{where}: {name} has rope_type {kinds[name]!r} and type {part['type']!r}")
+        parameters.update(part)
+    if len(set(kinds.values()) - {"default"}) > 1:
+        raise CheckpointError(f"{where}: rope_parameters and rope_scaling name different kinds: {kinds}")
+    if len(kinds) == 2 and kinds["rope_scaling"] == "default" != kinds["rope_parameters"]:
+        raise CheckpointError(
+            f"{where}: rope_scaling is 'default' and rope_parameters {kinds['rope_parameters']!r}: remove one"
+        )
     fields = _Fields(parameters, f"{where}, rope parameters")
 
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.get("rope_type", "default")
     if kind not in ("default", "yarn"):
         raise UnsupportedModelError(f"{where}: rope type {kind!r} is not supported: 'default' and 'yarn' are")
     partial = parameters.get("partial_rotary_factor", raw.get("partial_rotary_factor"))

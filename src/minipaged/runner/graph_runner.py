@@ -19,9 +19,8 @@ from torch import Tensor
 from minipaged.engine.plan import ScheduledSequence, StepPlan, StepResult
 from minipaged.kv.address import num_logical_blocks
 from minipaged.ops.backend import AttentionBatch
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch, Staging
 from minipaged.runner.model_runner import Model, ModelRunner
-from minipaged.runner.staging import Staging
 from minipaged.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -57,14 +56,11 @@ class DecodeBuffers:
         self._tables = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
 
-    def fill(self, rows: Seq[ScheduledSequence], metadata: BatchMetadata) -> None:
-        """One token of each sequence; without rows, nothing but padding. IndexError if a slot lies outside the pool;
-        nothing has been written then.
-        """
+    def fill(self, rows: Seq[ScheduledSequence], inputs: InputBatch) -> None:
+        """One token of each sequence; without rows, nothing but padding. IndexError as `InputBatch.check_slots`."""
         count = len(rows)
         slots = [row.slots[0] for row in rows]
-        if rows and (min(slots) < 0 or max(slots) >= metadata.num_slots):
-            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {metadata.num_slots}")
+        inputs.check_slots(slots)
         self._staging.wait()
         ids, positions, all_slots = self._host_tokens
         ids[:count] = [row.sequence.token_ids[row.start] for row in rows]
@@ -73,9 +69,9 @@ class DecodeBuffers:
         ids[count:], positions[count:], all_slots[count:] = 0, 0, -1
         self._host_lens[:count] = positions[:count] + 1
         self._host_lens[count:] = 0
-        width = num_logical_blocks(int(self._host_lens.max()), metadata.block_size)
+        width = num_logical_blocks(int(self._host_lens.max()), inputs.block_size)
         tables = self._host_tables[: count * width].reshape(count, width)
-        tables[:] = metadata.tables.table[metadata.tables.rows(row.sequence.sequence_id for row in rows), :width]
+        tables[:] = inputs.tables.table[inputs.tables.rows(row.sequence.sequence_id for row in rows), :width]
         self._staging.send(self._host_tokens, self._tokens)
         self._staging.send(self._host_lens, self._lens)
         self._tables[:count, :width].copy_(self._staging.send(tables))
@@ -104,21 +100,21 @@ class GraphRunner(ModelRunner):
         backend: Backend,
         caches: Seq[PagedKVCache],
         sampler: Sampler,
-        metadata: BatchMetadata,
+        input_batch: InputBatch,
         *,
         max_seqs: int,
         max_model_len: int,
         capture: Capture | None = None,
     ) -> None:
-        super().__init__(model, backend, caches, sampler, metadata)
+        super().__init__(model, backend, caches, sampler, input_batch)
         self.sizes = bucket_sizes(max_seqs)
         self.num_replays = 0
         self.failure: str | None = None
         """Why steps are not captured any more."""
         self._max_model_len = max_model_len
-        max_blocks = num_logical_blocks(max_model_len, metadata.block_size)
-        self._buffers = DecodeBuffers(max_seqs, max_blocks, metadata.device)
-        self._capture = capture or CudaCapture(metadata.device)
+        max_blocks = num_logical_blocks(max_model_len, input_batch.block_size)
+        self._buffers = DecodeBuffers(max_seqs, max_blocks, input_batch.device)
+        self._capture = capture or CudaCapture(input_batch.device)
         self._graphs: dict[int, Replay] = {}
 
     @property
@@ -131,7 +127,7 @@ class GraphRunner(ModelRunner):
         """Capture every size now instead of when it first occurs, the largest first. Between steps only: the graphs are
         run on padding, which is written nowhere.
         """
-        self._buffers.fill([], self.metadata)
+        self._buffers.fill([], self.input_batch)
         for size in reversed(self.sizes):
             if self.failure is None:
                 self._graph(size)
@@ -140,11 +136,11 @@ class GraphRunner(ModelRunner):
     def execute(self, plan: StepPlan) -> StepResult:
         if not self._fits(plan):
             return super().execute(plan)
-        self._buffers.fill(plan.rows, self.metadata)
+        self._buffers.fill(plan.rows, self.input_batch)
         self._copy_blocks(plan)  # once: what was copied from may be written to by the first run of a capture
         replay = self._graph(self.sizes[bisect_left(self.sizes, len(plan.rows))])
         if replay is None:
-            return self._sample(plan, self._logits(self.metadata.fill(plan)))
+            return self._sample(plan, self._logits(self.input_batch.fill(plan)))
         self.num_replays += 1
         return self._sample(plan, replay()[: len(plan.rows)])
 

@@ -7,7 +7,9 @@ number per new block, and a step writes one number per computed token.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor
 from minipaged.engine.plan import StepPlan
 from minipaged.kv.address import num_logical_blocks
 from minipaged.ops.backend import AttentionBatch
-from minipaged.runner.staging import Staging
+from minipaged.ops.transfer import pin
 
 if TYPE_CHECKING:
     from minipaged.kv import BlockEvent
@@ -35,17 +37,19 @@ class BlockTables:
     def __init__(self, num_rows: int, width: int) -> None:
         self.table: Array = np.zeros((num_rows, width), dtype=np.int32)
         self._row_of: dict[int, int] = {}
-        self._free = list(range(num_rows - 1, -1, -1))
 
     def on_event(self, event: BlockEvent) -> None:
         """Follow one change of a table; other events are nothing to a table."""
         if event.kind in ("allocate", "share", "copy") and event.sequence is not None:
             row = self._row_of.get(event.sequence)
             if row is None:
-                row = self._row_of[event.sequence] = self._take_row()
+                used = set(self._row_of.values())
+                row = self._row_of[event.sequence] = next(row for row in count() if row not in used)
             index = event.logical_index or 0
-            if index >= self.table.shape[1]:
-                self.table = np.pad(self.table, ((0, 0), (0, index + 1)))
+            num_rows, width = self.table.shape
+            if row >= num_rows or index >= width:
+                more = (row + 1 if row >= num_rows else 0, index + 1 if index >= width else 0)
+                self.table = np.pad(self.table, ((0, more[0]), (0, more[1])))
             self.table[row, index] = event.block
 
     def rows(self, sequence_ids: Iterable[int]) -> list[int]:
@@ -55,22 +59,53 @@ class BlockTables:
     def release(self, sequence_ids: Iterable[int]) -> None:
         """These sequences hold no block any more; unknown ones are ignored."""
         for sequence_id in sequence_ids:
-            row = self._row_of.pop(sequence_id, None)
-            if row is not None:
-                self._free.append(row)
+            self._row_of.pop(sequence_id, None)
 
-    def _take_row(self) -> int:
-        if not self._free:
-            num_rows = len(self.table)
-            self.table = np.concatenate([self.table, np.zeros_like(self.table)])
-            self._free = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free.pop()
+
+class Staging:
+    """Host arrays whose contents go to a device without the host waiting. Before refilling them, `wait` until the last
+    copy has left them; then `send`.
+
+    On the CPU nothing is pinned, `wait` does nothing, and `send` returns the array's own memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._on_gpu = device.type != "cpu"
+        self._left: torch.cuda.Event | None = None
+
+    def array(self, size: int, dtype: torch.dtype) -> Array:
+        """Zeros [size] that the device can read directly."""
+        zeros = torch.zeros(size, dtype=dtype)
+        array: Array = (pin(zeros) if self._on_gpu else zeros).numpy()
+        return array
+
+    def wait(self) -> None:
+        """Until the arrays may be changed again."""
+        if self._left is not None:
+            self._left.synchronize()
+
+    def send(self, array: Array, target: Tensor | None = None) -> Tensor:
+        """The array's content on the device, in `target` if given. Part of the current stream: whoever reads it there
+        is later."""
+        tensor = torch.from_numpy(array)
+        if target is not None:
+            return target.copy_(tensor, non_blocking=True)
+        return tensor.to(self.device, non_blocking=True)
+
+    def sent(self) -> None:
+        """All copies of this step are on their way."""
+        if self._on_gpu:
+            if self._left is None:
+                self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # On this device's stream: another device may be the current one.
+            self._left.record(torch.cuda.current_stream(self.device))
 
 
 @dataclass(slots=True)
-class Batch:
-    """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are
-    wanted.
+class ModelInput:
+    """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are wanted:
+    any number per sequence, as the plan lists them (`ScheduledSequence.logits_of`).
     """
 
     token_ids: Tensor
@@ -78,8 +113,8 @@ class Batch:
     logits_rows: Tensor
 
 
-class BatchMetadata:
-    """Builds a `Batch` from a `StepPlan`. The result are views, valid until the next call.
+class InputBatch:
+    """Builds a `ModelInput` from a `StepPlan`. Its tensors are views, valid until the next call.
 
     max_tokens, max_seqs: sizes to start with (they grow if a plan is larger); max_blocks: longest block table;
     num_slots: slots of the pool, for the one check per step that no row writes outside it.
@@ -95,59 +130,33 @@ class BatchMetadata:
         num_slots: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.block_size = block_size
-        self.num_slots = num_slots
+        self.block_size, self.num_slots = block_size, num_slots
         self.device = torch.device(device)
-        self.tables = BlockTables(
-            max_seqs + 1, max_blocks
-        )  # one more: an admission that fails holds a row for a moment
+        # One row more: an admission that fails holds one for a moment.
+        self.tables = BlockTables(max_seqs + 1, max_blocks)
         self._staging = Staging(self.device)
-        self._buffers: dict[str, Array] = {}
-        for name, size in (
-            ("token_ids", max_tokens),
-            ("positions", max_tokens),
-            ("slots", max_tokens),
-            ("logits_rows", max_tokens),
-        ):
-            self._buffers[name] = self._staging.array(size, torch.int64)
-        for name, size in (
-            ("seq_lens", max_seqs),
-            ("query_start_loc", max_seqs + 1),
-            ("block_tables", max_seqs * max_blocks),
-        ):
-            self._buffers[name] = self._staging.array(size, torch.int32)
+        sizes = {"seq_lens": max_seqs, "query_start_loc": max_seqs + 1, "block_tables": max_seqs * max_blocks}
+        self._buffers = {name: self._staging.array(size, torch.int32) for name, size in sizes.items()}
+        for name in ("token_ids", "positions", "slots", "logits_rows"):
+            self._buffers[name] = self._staging.array(max_tokens, torch.int64)
 
-    def fill(self, plan: StepPlan) -> Batch:
-        """The arrays of one step. IndexError if a slot lies outside the pool (nothing has been written to the cache
-        then).
-        """
+    def fill(self, plan: StepPlan) -> ModelInput:
+        """The arrays of one step. IndexError as `check_slots`: nothing has been written to the cache then."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         seq_lens: list[int] = []
-        starts = [0]
         logits_rows: list[int] = []
-        max_query_len = 0
-        num_decode_rows = next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows))
+        starts = [0]
         for row in plan.rows:
-            start, count = row.start, row.num_tokens
-            if count == 1:
-                token_ids.append(row.sequence.token_ids[start])
-                positions.append(start)
-            else:
-                token_ids += row.sequence.token_ids[start : start + count]
-                positions += range(start, start + count)
+            end = row.start + row.num_tokens
+            token_ids += row.sequence.token_ids[row.start : end]
+            positions += range(row.start, end)
             slots += row.slots
-            seq_lens.append(start + count)
-            first, end = starts[-1], starts[-1] + count
-            starts.append(end)
-            max_query_len = max(max_query_len, count)
-            if row.prompt_logprobs:
-                logits_rows += range(first, end)
-            elif row.sample_for:
-                logits_rows.append(end - 1)
-        if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
-            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
+            seq_lens.append(end)
+            logits_rows += [starts[-1] + token for token in row.logits_of]
+            starts.append(starts[-1] + row.num_tokens)
+        self.check_slots(slots)
 
         self._staging.wait()
         max_seq_len = max(seq_lens, default=0)
@@ -155,7 +164,7 @@ class BatchMetadata:
         rows = self.tables.rows(row.sequence.sequence_id for row in plan.rows)
         tables = self._array("block_tables", len(rows) * width).reshape(len(rows), width)
         tables[:] = self.tables.table[rows, :width]
-        batch = Batch(
+        filled = ModelInput(
             self._fill("token_ids", token_ids),
             AttentionBatch(
                 positions=self._fill("positions", positions),
@@ -163,14 +172,19 @@ class BatchMetadata:
                 block_tables=self._staging.send(tables),
                 seq_lens=self._fill("seq_lens", seq_lens),
                 query_start_loc=self._fill("query_start_loc", starts),
-                max_query_len=max_query_len,
+                max_query_len=max((row.num_tokens for row in plan.rows), default=0),
                 max_seq_len=max_seq_len,
-                num_decode_rows=num_decode_rows,
+                num_decode_rows=next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows)),
             ),
             self._fill("logits_rows", logits_rows),
         )
         self._staging.sent()
-        return batch
+        return filled
+
+    def check_slots(self, slots: Seq[int]) -> None:
+        """IndexError if one lies outside the pool: the step's only look at them, kernels write where they are told."""
+        if slots and (min(slots) < 0 or max(slots) >= self.num_slots):
+            raise IndexError(f"slots {min(slots)} to {max(slots)} do not all lie in the pool of {self.num_slots}")
 
     def _array(self, name: str, size: int) -> Array:
         buffer = self._buffers[name]

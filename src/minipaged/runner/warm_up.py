@@ -10,19 +10,19 @@ import torch
 from minipaged.kv import PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.ops.backend import AttentionBatch
-from minipaged.sampling.device_sample import draw_on_device
+from minipaged.sampling.device_sample import sample_on_device
 from minipaged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.model.qwen3 import Qwen3Model
 
-_DRAWN = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.0)
+_SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.0)
 
 
 @torch.inference_mode()
 def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: int) -> None:
     """A prefill step of `num_tokens` tokens, logits for `num_seqs` of them, and a decode step of `num_seqs` sequences
-    of the longest length; a token is drawn from each row of logits.
+    of the longest length; a token is sampled from each row of logits.
 
     Kernels are compiled, scratch and activations grow to their final size, and torch's allocator keeps the rest of the
     peak, so that the device's free memory afterwards is free indeed. Needs no pool: all tables point at one block of
@@ -50,6 +50,6 @@ def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: in
         rows = torch.arange(min(num_seqs, tokens), device=device)
         ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         logits = model.forward(ids, model.backend.plan(batch), caches, rows)
-        draw_on_device(logits, [_DRAWN] * len(rows), np.full(len(rows), 0.5))
+        sample_on_device(logits, [_SAMPLED] * len(rows), np.full(len(rows), 0.5))
     if device.type == "cuda":
         torch.cuda.synchronize(device)

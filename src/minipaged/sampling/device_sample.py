@@ -1,4 +1,4 @@
-"""`draw` where the logits live: no look at the device until the drawn ids leave it.
+"""`sample` where the logits live: no look at the device until the sampled ids leave it.
 
 The same rules in tensor operations over whole rows. What top-k, top-p and min-p keep is described by a value and a
 number of equals (the lowest ids of those), so nothing is gathered or put back in order.
@@ -19,10 +19,10 @@ _BLOCK = 128  # columns per block of the two-level search
 _MIN_TEMPERATURE = 1e-30
 
 
-def draw_on_device(
+def sample_on_device(
     logits: Tensor, params: Sequence[SamplingParams], uniform: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> Tensor:
-    """One token id per row, int64 [R], on the device of `logits` float32 [R, V]. The rules of `draw.draw`.
+    """One token id per row, int64 [R], on the device of `logits` float32 [R, V]. The rules of `sample.sample`.
 
     params resolved, temperature above 0; uniform [R] in [0, 1). A row without a finite maximum gives any valid id: the
     caller looks at the maximum and reports it.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minipaged.outputs import Logprob
-from minipaged.sampling import sample as draw
+from minipaged.sampling import sample
 
 _MAX_ELEMENTS = 1 << 20  # of logits that are worked on at a time: temporaries stay in the cache
 
@@ -38,7 +38,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
             )
         ]
         if width:
-            candidates = draw.largest(rows, [width] * len(rows))
+            candidates = sample.largest(rows, [width] * len(rows))
             for row, (entry, (unordered, logits_of)) in enumerate(zip(entries, candidates, strict=True)):
                 ids = unordered[np.argsort(-logits_of, kind="stable")]
                 top_values = values[row, torch.from_numpy(ids).to(values.device)].tolist()
@@ -49,14 +49,9 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dic
     return results
 
 
-def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], k: int) -> list[dict[int, Logprob]]:
-    """Log-probabilities of prompt tokens: logits [T, V], next_token_ids [T] the tokens one position later."""
-    return token_logprobs(logits, next_token_ids, k)
-
-
 def _ranks(rows: Tensor, tokens: Tensor) -> list[int]:
     """One more than the number of tokens before each one in a stable descending sort of its row."""
-    if draw.on_host(rows):
+    if sample.on_host(rows):
         own = [(row, token, row[token]) for row, token in zip(rows.numpy(), tokens[:, 0].tolist(), strict=True)]
         return [1 + int(np.count_nonzero(row > x) + np.count_nonzero(row[:t] == x)) for row, t, x in own]
     own_values = rows.gather(1, tokens)

@@ -1,5 +1,6 @@
-"""Drawing from logits: argmax, and inverse CDF after temperature, top-k, top-p, min-p; never a sort of the vocabulary.
+"""From logits to token ids: argmax, and inverse CDF after temperature, top-k, top-p, min-p.
 
+Only top-p without top-k sorts: the tokens likely enough for the nucleus, in a flat distribution all of the vocabulary.
 Every result depends on its own row only, to the last bit: what is done for several rows at once either works row by row
 (softmax over the last dimension, sums of fixed blocks) or is exactly rounded per element.
 """
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minipaged.ops.transfer import upload
 from minipaged.sampling_params import SamplingParams
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -94,7 +96,7 @@ def stable_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def draw(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: Array) -> Array:
+def sample(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: Array) -> Array:
     """One token id per row, int64 [R].
 
     logits float32 [R, V] without NaN; top [R] the largest of each row, finite; params resolved, temperature above 0;
@@ -106,7 +108,7 @@ def draw(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: 
     num_rows, vocab_size = logits.shape
     tokens = np.empty(num_rows, dtype=np.int64)
     limited = [row for row, p in enumerate(params) if 0 < (p.top_k or 0) < vocab_size]
-    candidates = largest(_rows(logits, limited), [params[row].top_k or 0 for row in limited])
+    candidates = largest(rows_of(logits, limited), [params[row].top_k or 0 for row in limited])
     for row, (ids, values) in zip(limited, candidates, strict=True):
         weights = np.exp((values.astype(np.float64) - float(top[row])) / _temperature(params[row]))
         tokens[row] = ids[_pick(_restricted(weights, float(weights.sum()), params[row]), uniform[row])]
@@ -115,12 +117,15 @@ def draw(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: 
     for start in range(0, len(others), step):
         rows = others[start : start + step]
         part = [params[row] for row in rows]
-        tokens[rows] = _draw_unlimited(_rows(logits, rows), top[rows], part, uniform[rows])
+        tokens[rows] = _sample_unlimited(rows_of(logits, rows), top[rows], part, uniform[rows])
     return tokens
 
 
-def _rows(logits: Tensor, rows: list[int]) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+def rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """These rows, ascending, of logits [R, V]: themselves if they are all, else a copy."""
+    if len(rows) == len(logits):
+        return logits
+    return logits.index_select(0, upload(torch.tensor(rows, dtype=torch.int64), logits.device))
 
 
 def _temperature(params: SamplingParams) -> float:
@@ -129,8 +134,8 @@ def _temperature(params: SamplingParams) -> float:
     return max(params.temperature, _MIN_TEMPERATURE)
 
 
-def _draw_unlimited(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: Array) -> Array:
-    """`draw` without top-k: the probabilities of the whole vocabulary are needed."""
+def _sample_unlimited(logits: Tensor, top: Array, params: Sequence[SamplingParams], uniform: Array) -> Array:
+    """`sample` without top-k: the probabilities of the whole vocabulary are needed."""
     temperature = torch.tensor([_temperature(p) for p in params], dtype=torch.float32, device=logits.device)
     # the maximum is subtracted before the division, so that no temperature can overflow it
     scaled = torch.sub(logits, torch.from_numpy(top).to(logits.device)[:, None]).div_(temperature[:, None])
@@ -138,7 +143,9 @@ def _draw_unlimited(logits: Tensor, top: Array, params: Sequence[SamplingParams]
     tokens = np.empty(len(params), dtype=np.int64)
     whole = [row for row, p in enumerate(params) if p.top_p == 1.0]
     if whole:
-        tokens[whole] = _draw_whole(_rows(probs, whole), [params[row].min_p or 0.0 for row in whole], uniform[whole])
+        tokens[whole] = _sample_whole(
+            rows_of(probs, whole), [params[row].min_p or 0.0 for row in whole], uniform[whole]
+        )
     for row in sorted(set(range(len(params))).difference(whole)):
         ids, weights = _nucleus_candidates(probs[row], params[row].top_p or 0.0)
         tokens[row] = ids[_pick(_restricted(weights, 1.0, params[row]), uniform[row])]
@@ -177,7 +184,7 @@ def _pick(weights: Array, uniform: float) -> int:
     return int(min(found, np.searchsorted(sums, sums[-1])))  # rounding may lift the target to the total
 
 
-def _draw_whole(probs: Tensor, min_p: Sequence[float], uniform: Array) -> Array:
+def _sample_whole(probs: Tensor, min_p: Sequence[float], uniform: Array) -> Array:
     """`_pick` for rows of the whole vocabulary, at once: first the block by the blocks' sums, then the column in it."""
     if any(min_p):
         share = torch.tensor(min_p, dtype=torch.float32, device=probs.device)

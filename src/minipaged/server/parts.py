@@ -93,10 +93,13 @@ class Tool(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep(cls, data: Any, validate: ModelWrapValidatorHandler[Tool]) -> Tool:
-        tool = validate(data)
-        tool._given = data if isinstance(data, dict) else tool.model_dump(exclude_unset=True)
-        return tool
+    def _remembering(cls, data: Any, validate: ModelWrapValidatorHandler[Tool]) -> Tool:
+        return validate(data).came_as(data)
+
+    def came_as(self, data: Any) -> Tool:
+        """Itself, with what it was made from."""
+        self._given = data if isinstance(data, dict) else self.model_dump(exclude_unset=True)
+        return self
 
     @property
     def given(self) -> dict[str, Any]:

@@ -94,7 +94,10 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` leaves out of a text."""
-        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        flags = {token_id: token.special for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        for token_id, entry in (self.config.get("added_tokens_decoder") or {}).items():
+            flags[int(token_id)] = bool(entry.get("special"))  # where both files flag a token, transformers takes this
+        return frozenset(token_id for token_id, special in flags.items() if special)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -168,7 +171,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Ids that the tokenizer does not know have none; invalid UTF-8 becomes U+FFFD."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        hidden = self.special_ids if skip_special_tokens else ()
+        ids = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(self._backend.decode(ids, skip_special_tokens=False))
 
     def is_special(self, token_id: int) -> bool:
         """Whether `skip_special_tokens` leaves this token out of the text."""

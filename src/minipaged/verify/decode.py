@@ -1,7 +1,7 @@
 """Greedy decoding through the real engine, with a teacher in front of the runner.
 
 The runner computes and samples as always; the teacher notes what it chose and from which logits, and then hands the
-engine the scripted token. So every step is a real one (scheduler, block manager, batch metadata, sampler), all
+engine the scripted token. So every step is a real one (scheduler, block manager, input batch, sampler), all
 requests run as one batch, and one near tie does not change what the following tokens are compared with.
 """
 
@@ -19,7 +19,7 @@ from minipaged.engine.engine import Engine
 from minipaged.engine.plan import Runner, SampledToken, StepPlan, StepResult
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.model_runner import ModelRunner
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
@@ -161,7 +161,7 @@ def _pool_and_runner(
     size = setting.block_size
     longest = max(map(len, prompts)) + num_tokens
     blocks = setting.num_blocks or sum(num_logical_blocks(len(prompt) + num_tokens, size) for prompt in prompts) + 1
-    metadata = BatchMetadata(
+    input_batch = InputBatch(
         max_tokens=min(setting.max_num_batched_tokens, longest * len(prompts)),
         max_seqs=len(prompts),
         max_blocks=num_logical_blocks(longest, size),
@@ -174,13 +174,13 @@ def _pool_and_runner(
         size,
         enable_prefix_caching=setting.prefix_caching,
         free_order=setting.free_order,
-        listener=metadata.tables.on_event,
+        listener=input_batch.tables.on_event,
     )
     shape = blocks, model.config.num_key_value_heads, size, model.config.head_dim
     caches = [PagedKVCache(*shape, dtype=model.dtype, device=model.device) for _ in model.layers]
     for cache in caches:
         cache.fill_(float("nan"))
-    return manager, ModelRunner(model, model.backend, caches, Sampler(model.config.vocab_size), metadata)
+    return manager, ModelRunner(model, model.backend, caches, Sampler(model.config.vocab_size), input_batch)
 
 
 def logits_of(outcome: Outcome, prompt: Prompt) -> Tensor:

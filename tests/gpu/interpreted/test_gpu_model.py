@@ -76,7 +76,7 @@ def test_decode_steps_can_be_replayed(tiny_folder: Path) -> None:
 
     backend.plan = recorded
     llm.engine.runner = GraphRunner(
-        plain.model, backend, plain.caches, plain.sampler, plain.metadata,
+        plain.model, backend, plain.caches, plain.sampler, plain.input_batch,
         max_seqs=3, max_model_len=60, capture=capture,
     )  # fmt: skip
     outputs = llm.generate(prompts, params, use_tqdm=False)

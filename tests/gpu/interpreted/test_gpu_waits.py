@@ -28,9 +28,9 @@ from minipaged.model.random_weights import RandomWeights
 from minipaged.ops import transfer
 from minipaged.ops.triton.backend import TritonBackend
 from minipaged.ops.triton.kernels.launch import Launch
-from minipaged.runner import staging
+from minipaged.runner import input_batch as input_batch_module
 from minipaged.runner.graph_runner import GraphRunner
-from minipaged.runner.input_batch import BatchMetadata
+from minipaged.runner.input_batch import InputBatch
 from minipaged.runner.warm_up import warm_up
 from minipaged.sampling import sampler as sampler_module
 from minipaged.sampling.sampler import Sampler
@@ -138,7 +138,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         seen.launched.add(launch.kernel.fn.__name__)
 
     monkeypatch.setattr(transfer, "pin", pin)
-    monkeypatch.setattr(staging, "pin", pin)
+    monkeypatch.setattr(input_batch_module, "pin", pin)
     monkeypatch.setattr(sampler_module, "fetch", fetch)
     monkeypatch.setattr(Launch, "run", run)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
@@ -154,11 +154,18 @@ def make_engine() -> Engine:
     )
     warm_up(model, num_tokens=17, num_seqs=8, block_size=4)
     caches = [PagedKVCache(64, 2, 4, 16, dtype=torch.float32, device=META) for _ in range(2)]
-    metadata = BatchMetadata(max_tokens=17, max_seqs=8, max_blocks=16, block_size=4, num_slots=256, device=META)
+    input_batch = InputBatch(max_tokens=17, max_seqs=8, max_blocks=16, block_size=4, num_slots=256, device=META)
     runner = GraphRunner(
-        model, backend, caches, Sampler(VOCAB), metadata, max_seqs=8, max_model_len=64, capture=lambda compute: compute
+        model,
+        backend,
+        caches,
+        Sampler(VOCAB),
+        input_batch,
+        max_seqs=8,
+        max_model_len=64,
+        capture=lambda compute: compute,
     )
-    manager = KVBlockManager(64, 4, listener=metadata.tables.on_event)
+    manager = KVBlockManager(64, 4, listener=input_batch.tables.on_event)
     settings = EngineConfig(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=16, vocab_size=VOCAB)
     return Engine(runner, manager, settings)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from text_rig import sequence
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from minipaged.sampling import sample as draw_module
+from minipaged.sampling import sample as sample_module
 from minipaged.sampling.rng import mix64, uniforms
-from minipaged.sampling.sample import draw, first_of_sort, largest, row_argmax, stable_topk
+from minipaged.sampling.sample import first_of_sort, largest, row_argmax, sample, stable_topk
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
 
@@ -23,16 +23,16 @@ def params(**fields: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, **fields}).resolve(None, 100)  # type: ignore[arg-type]
 
 
-def drawn(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:
+def sampled(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:
     """Draw from one row of logits with each of the uniform numbers."""
     rows = logits.expand(len(uniform), -1).contiguous()
-    return draw(rows, np.full(len(uniform), logits.max().item(), dtype=np.float32), [p] * len(uniform), uniform)
+    return sample(rows, np.full(len(uniform), logits.max().item(), dtype=np.float32), [p] * len(uniform), uniform)
 
 
 def reference(logits: torch.Tensor, p: SamplingParams) -> tuple[np.ndarray, float]:
     """The distribution by a full stable sort in float64: an independent statement of the documented rules.
 
-    Also by how much of the CDF a draw may differ: rounding, and one token where top_p falls on a border between two.
+    Also by how much of the CDF a sample may differ: rounding, and one token where top_p falls on a border between two.
     """
     x = logits.double().numpy() / p.temperature
     order = np.lexsort((np.arange(len(x)), -logits.numpy()))
@@ -69,11 +69,11 @@ def cases(draw_from: st.DrawFn) -> tuple[torch.Tensor, SamplingParams]:
 
 @settings(max_examples=120, deadline=None)
 @given(cases())
-def test_draws_follow_the_exact_inverse_cdf_of_a_full_sort_c34_c51(case: tuple[torch.Tensor, SamplingParams]) -> None:
+def test_samples_follow_the_exact_inverse_cdf_of_a_full_sort_c34_c51(case: tuple[torch.Tensor, SamplingParams]) -> None:
     logits, p = case
     want, slack = reference(logits, p)
     uniform = np.concatenate([np.linspace(0, 1, 40, endpoint=False), [1 - 2.0**-53]])
-    got = drawn(logits, p, uniform)
+    got = sampled(logits, p, uniform)
     sums = np.cumsum(want)
     for u, token in zip(uniform, got, strict=True):
         # the token's interval of the exact CDF, widened by float32 rounding of the probabilities
@@ -107,8 +107,8 @@ def test_kept_set_and_probabilities_equal_hugging_face(fields: dict, warpers: li
     num = 3000
     uniform = (
         np.arange(num) + 0.5
-    ) / num  # a grid: each token is drawn in proportion to its probability, to one grid step
-    counts = np.bincount(drawn(logits, params(temperature=0.7, **fields), uniform), minlength=997)
+    ) / num  # a grid: each token is sampled in proportion to its probability, to one grid step
+    counts = np.bincount(sampled(logits, params(temperature=0.7, **fields), uniform), minlength=997)
     assert np.all(np.abs(counts - want * num) <= 1.5)
     assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(want))
     assert set(np.flatnonzero(want * num > 2)) <= set(np.flatnonzero(counts))
@@ -127,14 +127,14 @@ def test_top_p_at_full_vocabulary_equals_the_full_sort_c51(shape: str, fields: d
     if fields:
         ids, values = next(largest(logits[None], [fields["top_k"]]))
         weights = np.exp(values.astype(np.float64) - values.max())
-        ids = ids[draw_module._restricted(weights, weights.sum(), p) > 0]
+        ids = ids[sample_module._restricted(weights, weights.sum(), p) > 0]
     else:
-        ids, weights = draw_module._nucleus_candidates(torch.softmax(logits, 0), 0.9)
-        ids = ids[draw_module._restricted(weights, 1.0, p) > 0]
+        ids, weights = sample_module._nucleus_candidates(torch.softmax(logits, 0), 0.9)
+        ids = ids[sample_module._restricted(weights, 1.0, p) > 0]
     # equal up to the tokens whose border lies within the rounding of a float32 softmax
     assert len(np.setxor1d(ids, kept)) <= 1e-6 / want[want > 0].min() + 1
     uniform = (np.arange(20) + 0.37) / 20
-    got = drawn(logits, p, uniform)
+    got = sampled(logits, p, uniform)
     sums = np.cumsum(want)
     assert np.all(want[got] > 0)
     assert np.all((sums[got] - want[got] - slack <= uniform) & (uniform <= sums[got] + slack))
@@ -152,7 +152,7 @@ def test_nothing_sorts_the_vocabulary_c51() -> None:
 
     sampler = Sampler(vocab)
     with (
-        mock.patch.object(draw_module.np, "sort", counting),
+        mock.patch.object(sample_module.np, "sort", counting),
         mock.patch.object(torch.Tensor, "sort", side_effect=AssertionError("sort")),
         mock.patch.object(torch.Tensor, "topk", side_effect=AssertionError("topk")),
     ):
@@ -204,34 +204,36 @@ def test_very_small_temperatures_are_greedy_c33(temperature: float, fields: dict
     torch.manual_seed(1)
     logits = torch.randn(320)
     logits[17] = 11.06
-    tokens = drawn(logits, params(temperature=temperature, **fields), np.linspace(0, 1, 9, endpoint=False))
+    tokens = sampled(logits, params(temperature=temperature, **fields), np.linspace(0, 1, 9, endpoint=False))
     assert tokens.tolist() == [17] * 9
 
 
 def test_large_temperatures_and_logits_stay_finite_c33() -> None:
     logits = torch.tensor([-1e30, 3e38, 0.0, -3e38])
-    assert drawn(logits, params(temperature=1e-6), np.array([0.999])).tolist() == [1]
-    assert drawn(torch.randn(320), params(temperature=1e30), (np.arange(320) + 0.5) / 320).tolist() == list(range(320))
+    assert sampled(logits, params(temperature=1e-6), np.array([0.999])).tolist() == [1]
+    assert sampled(torch.randn(320), params(temperature=1e30), (np.arange(320) + 0.5) / 320).tolist() == list(
+        range(320)
+    )
 
 
 def test_one_token_always_survives_and_ties_keep_the_lower_ids_c34() -> None:
     ties = torch.tensor([0.0, 2.0, 2.0, 2.0, 1.0])
     grid = np.linspace(0, 1, 50, endpoint=False)
-    assert set(drawn(ties, params(top_k=2), grid)) == {1, 2}
-    assert set(drawn(ties, params(top_p=0.3), grid)) == {1, 2}  # each of the three holds 0.279
+    assert set(sampled(ties, params(top_k=2), grid)) == {1, 2}
+    assert set(sampled(ties, params(top_p=0.3), grid)) == {1, 2}  # each of the three holds 0.279
     for fields in ({"top_p": 0.0}, {"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0, "top_k": 1}):
-        assert set(drawn(ties, params(**fields), grid)) == {1}
-    assert set(drawn(ties, params(min_p=1.0), grid)) == {1, 2, 3}
-    assert set(drawn(ties, params(top_k=5), np.linspace(0, 1, 500, endpoint=False))) == {0, 1, 2, 3, 4}
+        assert set(sampled(ties, params(**fields), grid)) == {1}
+    assert set(sampled(ties, params(min_p=1.0), grid)) == {1, 2, 3}
+    assert set(sampled(ties, params(top_k=5), np.linspace(0, 1, 500, endpoint=False))) == {0, 1, 2, 3, 4}
 
 
-def test_the_last_token_with_weight_bounds_the_draw() -> None:
-    """Tokens of probability 0 are never drawn, not at either end of [0, 1)."""
+def test_the_last_token_with_weight_bounds_the_sample() -> None:
+    """Tokens of probability 0 are never sampled, not at either end of [0, 1)."""
     for vocab in (5, 300, 1000):
         logits = torch.full((vocab,), -torch.inf)
         logits[[vocab // 3, vocab // 2]] = 0.0
         for fields in ({}, {"top_k": 4}, {"top_p": 0.999}):
-            got = drawn(logits, params(**fields), np.array([0.0, 0.49, 0.51, 1 - 2.0**-53]))
+            got = sampled(logits, params(**fields), np.array([0.0, 0.49, 0.51, 1 - 2.0**-53]))
             assert got.tolist() == [vocab // 3] * 2 + [vocab // 2] * 2
 
 

@@ -1,4 +1,4 @@
-"""Drawing where the logits live, on CPU tensors: the rules of test_draw.py, and the sampler's way for a GPU."""
+"""Sampling where the logits live, on CPU tensors: the rules of test_sample.py, and the sampler's way for a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from test_draw import cases, drawn, params, reference
+from test_sample import cases, params, reference, sampled
 from text_rig import sequence
 
-from minipaged.sampling import sample as draw_module
+from minipaged.sampling import sample as sample_module
 from minipaged.sampling import sampler as sampler_module
-from minipaged.sampling.device_sample import draw_on_device
+from minipaged.sampling.device_sample import sample_on_device
 from minipaged.sampling.sampler import Sampler
 from minipaged.sampling_params import SamplingParams
 
@@ -26,21 +26,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def drawn_there(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:
+def sampled_there(logits: torch.Tensor, p: SamplingParams, uniform: np.ndarray) -> np.ndarray:
     rows = logits.expand(len(uniform), -1).contiguous()
-    tokens = draw_on_device(rows, [p] * len(uniform), uniform)
+    tokens = sample_on_device(rows, [p] * len(uniform), uniform)
     assert tokens.dtype == torch.int64
     return tokens.numpy()
 
 
 @settings(max_examples=120, deadline=None)
 @given(cases())
-def test_draws_follow_the_exact_inverse_cdf_c34_c51(case: tuple[torch.Tensor, SamplingParams]) -> None:
+def test_samples_follow_the_exact_inverse_cdf_c34_c51(case: tuple[torch.Tensor, SamplingParams]) -> None:
     logits, p = case
     want, slack = reference(logits, p)
     uniform = np.concatenate([np.linspace(0, 1, 40, endpoint=False), [1 - 2.0**-53]])
     sums = np.cumsum(want)
-    for u, token in zip(uniform, drawn_there(logits, p, uniform), strict=True):
+    for u, token in zip(uniform, sampled_there(logits, p, uniform), strict=True):
         below = sums[token - 1] if token else 0.0
         assert below - slack <= u <= sums[token] + slack
         assert want[token] > 0 or slack > 1e-4 or p.top_p > 0.999
@@ -56,7 +56,7 @@ def test_full_vocabulary_agrees_with_the_host(fields: dict[str, float], shape: s
         logits = logits.bfloat16().float()
     p = params(temperature=0.6, **fields)
     uniform = (np.arange(20) + 0.37) / 20
-    here, there = drawn(logits, p, uniform), drawn_there(logits, p, uniform)
+    here, there = sampled(logits, p, uniform), sampled_there(logits, p, uniform)
     want, slack = reference(logits, p)
     sums = np.cumsum(want)
     same = here == there
@@ -76,14 +76,14 @@ def test_rows_of_different_parameters_are_independent() -> None:
         params(top_k=50, top_p=0.8),
     ]
     uniform = np.array([0.1, 0.9, 0.5, 0.77, 0.33])
-    together = draw_on_device(logits, rows, uniform).tolist()
+    together = sample_on_device(logits, rows, uniform).tolist()
     for row, p in enumerate(rows):
         one = slice(row, row + 1)
-        assert draw_on_device(logits[one], [p], uniform[one]).tolist() == [together[row]]
+        assert sample_on_device(logits[one], [p], uniform[one]).tolist() == [together[row]]
 
 
 def test_the_sampler_for_a_gpu_gives_what_the_one_for_the_cpu_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, drawn, edited and broken rows in one batch; logits that hold NaN or inf fail their own row only."""
+    """Greedy, random, edited and broken rows in one batch; logits that hold NaN or inf fail their own row only."""
     torch.manual_seed(2)
     logits = torch.randn(7, 320) * 3
     logits[2, 5] = torch.nan
@@ -96,7 +96,7 @@ def test_the_sampler_for_a_gpu_gives_what_the_one_for_the_cpu_gives(monkeypatch:
     sequences = [sequence(prompt=(1, 2, 3 + n), **{"seed": n, **f}) for n, f in enumerate(fields)]
     wanted = Sampler(320).sample(logits, sequences)
     monkeypatch.setattr(sampler_module, "on_host", lambda tensor: False)
-    monkeypatch.setattr(draw_module, "on_host", lambda tensor: False)
+    monkeypatch.setattr(sample_module, "on_host", lambda tensor: False)
     got = Sampler(320).sample(logits, sequences)
     assert [s.token_id for s in got] == [s.token_id for s in wanted]
     assert [s.error is None for s in got] == [n not in (2, 4) for n in range(7)]
@@ -126,7 +126,7 @@ def test_edited_rows_on_a_gpu_fail_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     got = Sampler(320).sample(logits, sequences)
     assert [(s.token_id, s.error) for s in got] == [(s.token_id, s.error) for s in wanted]
     texts = [str(s.error) for s in got]
-    assert "no token is left to draw" in texts[0]
+    assert "no token is left to sample" in texts[0]
     assert "token_mask failed: KeyError" in texts[1]
     assert "their maximum is nan" in texts[3]
     assert [s.error is None for s in got] == [False, False, True, False, True]
