@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 from minipaged import __version__
@@ -75,7 +76,17 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, *, chat_template: ChatTe
     _add_probes(app, service)
     errors.install(app)
     app.add_middleware(Gate, api_keys=settings.api_keys, is_draining=lambda: service.admission.draining)
-    app.add_middleware(RequestLog)  # the outermost: it sees every answer
+    app.add_middleware(RequestLog)  # around both: it sees every answer
+    if settings.allowed_origins:
+        # The outermost: a browser's question comes without a key, and reads no answer that does not name its origin,
+        # refusals included.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 

@@ -47,7 +47,8 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
     headers = request.headers
     if "origin" in headers and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         # Any page in a browser may send other types to this address unasked; for this one the browser asks first (a
-        # preflight request), and is not answered. Programs send no Origin, and their Content-Type is not looked at.
+        # preflight request), and hears no unless --allowed-origins says yes. Programs send no Origin, and their
+        # Content-Type is not looked at.
         raise refused("Content-Type must be application/json in a request with an Origin")
     too_large = ApiError(413, f"the body must be at most {limit} bytes", headers={"Connection": "close"})
     announced = headers.get("content-length", "")
