@@ -106,18 +106,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator of encoded ones, ended by `[DONE]`; the iterator is closed in any case.
+    """Server-sent events from an iterator of encoded ones, ended by `last`; the iterator is closed in any case.
 
     An exception in it becomes an event: the status line is long gone. `finish` runs at the very end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], finish: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], finish: Callable[[], None], *, last: bytes = DONE) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = events
         self.finish = finish
+        self.last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -137,4 +138,4 @@ class EventStream(Response):
                     logger.exception("a stream failed")
                     error = unexpected(error)
                 await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.last, "more_body": False})

@@ -51,7 +51,7 @@ class ServerSettings:
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"allowed_origins must be origins such as https://example.org or http://localhost:3000 (no path, no "
+                    "allowed_origins must be origins such as https://example.org or http://localhost:3000 (no path, no "
                     f"slash at the end), or *, got {origin!r}"
                 )
         for name in ("max_queued_requests", "max_body_bytes"):
