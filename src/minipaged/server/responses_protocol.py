@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from minipaged.server import unsupported
 from minipaged.server.errors import ApiError, from_validation_error, refused
-from minipaged.server.parts import Part, StreamOptions
+from minipaged.server.parts import Part
 from minipaged.server.protocol import ChatBody, ReasoningEffort, SamplingBody
 from minipaged.server.responses_input import chat_messages, chat_tool_choice, chat_tools
 
@@ -61,7 +61,6 @@ class ResponsesBody(SamplingBody):
     text: TextOptions | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
-    stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -82,8 +81,6 @@ class ResponsesBody(SamplingBody):
         for name in self.include or ():
             if name not in INCLUDABLE:
                 raise refused(f"include must hold nothing but {' and '.join(INCLUDABLE)}, got {name!r}", "include")
-        if self.stream_options is not None and not self.stream:
-            raise refused("stream_options needs stream to be true", "stream_options")
         same = (*SamplingBody.model_fields, "parallel_tool_calls", "top_logprobs")
         same += ("chat_template_kwargs", "include_reasoning", "thinking_token_budget", "stop_in_reasoning")
         fields: dict[str, Any] = {name: getattr(self, name) for name in same}

@@ -22,6 +22,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (None, True),
     "service_tier": (None, "auto", "default"),
     "stream_interval": (None, 1),
+    "stream_options": (None, {}, {"include_obfuscation": False}),
     "stream_reasoning": (None, True),
     "tfs_z": (None, 1),
     "truncation": (None, "disabled"),
@@ -153,6 +154,7 @@ RESPONSES = {
     "reasoning_effort": 'use reasoning, e.g. {"effort": "low"}',
     "response_format": "use text.format",
     "store": "nothing is stored: give false",
+    "stream_options": "events are not padded, and the usage always comes",
     "truncation": 'shorten the input; only "disabled"',
 }
 
