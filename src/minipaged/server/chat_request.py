@@ -165,7 +165,9 @@ class ChatRequest:
         if budget is None or budget == -1 or self.thinking is Thinking.OFF:
             return mask
         if budget < 0:
-            raise refused(f"thinking_token_budget must be at least 0, or -1 for none, got {budget}")
+            raise refused(
+                f"thinking_token_budget must be at least 0, or -1 for none, got {budget}", "thinking_token_budget"
+            )
         vocab_size = self._service.llm.engine.config.vocab_size or self.tokenizer.vocab_size
         return ThinkingBudget(budget, self.thinking, self.tokenizer, vocab_size, mask)
 
