@@ -184,7 +184,10 @@ class Service:
             if error.status == 429:
                 self.metrics.rejected.inc()
             raise
-        return Batch(self, requests)
+        batch = Batch(self, requests)
+        for request in requests:
+            self.metrics.requests.queued(request.params)
+        return batch
 
     def close(self) -> None:
         """Let the worker thread end."""
