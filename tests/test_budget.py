@@ -12,7 +12,7 @@ from test_structure import ROOT, python_lines
 
 PACKAGE = Path(minipaged.__file__).parent
 
-BUDGET = 3500
+BUDGET = 3200
 """Lines of code (no docstrings, comments, blanks) in all files of the package that one greedy `LLM.generate` calls into
 after the load. Whoever adds to the path raises it in the same commit, and says why."""
 

@@ -16,9 +16,7 @@ TEXT = "caf\xe9 \u4f60\u597d \U0001f600 \udcff"  # the last one: a byte of the c
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
-def test_what_an_encoding_cannot_hold_becomes_an_escape_of_json(
-    encoding: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_encoding_cannot_hold_becomes_an_escape_of_json(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = {name: io.BytesIO() for name in ("stdout", "stderr")}
     for name, stream in written.items():
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding, errors="strict"))

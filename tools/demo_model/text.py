@@ -17,9 +17,9 @@ CONTEXT = 512
 IGNORE = -100  # a label that does not count in the loss
 
 
-# Qwen3's template in short: thoughts of earlier turns are dropped, `enable_thinking=False` opens the reply with an empty
-# thought, tools stand in the system message (in fewer words: the context is short, and nobody taught the model to read
-# them).
+# Qwen3's template in short: thoughts of earlier turns are dropped, `enable_thinking=False` opens the reply with an
+# empty thought, tools stand in the system message (in fewer words: the context is short, and nobody taught the model
+# to read them).
 CHAT_TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def print_whatever_comes() -> None:
-    """Let stdout and stderr write what their encoding cannot hold as JSON's escapes: output is kept, JSON stays JSON."""
+    """stdout and stderr write what their encoding cannot hold as escapes of JSON: nothing is lost, JSON stays JSON."""
 
     def escape(error: UnicodeError) -> tuple[str, int]:
         if not isinstance(error, UnicodeEncodeError):
