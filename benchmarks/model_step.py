@@ -14,8 +14,10 @@ import torch
 from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.backend import AttentionBatch, AttentionPlan
-from minipaged.ops.cpu.backend import NativeBackend, huge_page_tensor
+from minipaged.ops.cpu.backend import NativeBackend
+from minipaged.ops.cpu.library import huge_page_tensor
 
 
 def batch_of(sequences: int, context: int, queries: int, block_size: int) -> AttentionBatch:
@@ -43,7 +45,7 @@ def main() -> None:
     backend = NativeBackend(threads=arguments.threads)
     clock = time.thread_time if backend.threads == 1 else time.perf_counter
     start = time.perf_counter()
-    model = Qwen3Model.load(config, RandomWeights(config), backend, dtype=torch.bfloat16, max_model_len=16384)
+    model = load_model(config, RandomWeights(config), backend, activation_dtype=torch.bfloat16, max_model_len=16384)
     print(f"{arguments.shape}: loaded in {time.perf_counter() - start:.1f} s, {backend.isa}, {backend.threads} threads")
     layers, kv_heads, dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
     weight_bytes = sum(

@@ -17,6 +17,7 @@ from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import QWEN3_SHAPES, RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.triton.backend import TritonBackend
 from minipaged.runner.graph_runner import Capture, GraphRunner
 from minipaged.runner.input_batch import InputBatch
@@ -45,8 +46,8 @@ def load(rig: Rig, name: str) -> Qwen3Model:
         )  # fmt: skip
     weights = RandomWeights(config, dtype=rig.dtype)
     limit = 64 if rig.rehearsal else 4096
-    return Qwen3Model.load(
-        config, weights, TritonBackend(), dtype=rig.dtype, device=rig.device, max_model_len=limit,
+    return load_model(
+        config, weights, TritonBackend(), activation_dtype=rig.dtype, device=rig.device, max_model_len=limit,
         max_tokens=limit * 2 + 1, progress=False,
     )  # fmt: skip
 
@@ -56,7 +57,9 @@ def make_engine(
 ) -> Engine:
     config, tokens = model.config, 24 if rig.rehearsal else 8192
     shape = (num_blocks, config.num_key_value_heads, BLOCK_SIZE, config.head_dim)
-    caches = [PagedKVCache(*shape, dtype=model.dtype, device=rig.device) for _ in range(config.num_hidden_layers)]
+    caches = [
+        PagedKVCache(*shape, dtype=model.activation_dtype, device=rig.device) for _ in range(config.num_hidden_layers)
+    ]
     blocks = num_logical_blocks(max_len, BLOCK_SIZE)
     input_batch = InputBatch(
         max_tokens=tokens + 1, max_seqs=max_seqs, max_blocks=blocks, block_size=BLOCK_SIZE,
@@ -137,7 +140,7 @@ def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> Iter
     kernels = _kernels_of(rig, replay)
     config = model.config
     weights = model_bytes(model)
-    cached = config.kv_bytes_per_token(model.dtype.itemsize) * (context + new // 2)
+    cached = config.kv_bytes_per_token(model.activation_dtype.itemsize) * (context + new // 2)
     yield {
         "decode, batch 1": name, "context": context, "tok/s": 1 / step, "step_ms": step * 1e3, "graph_ms": graph * 1e3,
         "bytes_per_step": weights + cached, "share_of_copy": (weights + cached) / step / bandwidth,
@@ -149,7 +152,7 @@ def decode_one(rig: Rig, name: str, model: Qwen3Model, bandwidth: float) -> Iter
 def model_bytes(model: Qwen3Model) -> int:
     """Of every matrix that a decode step reads; the embedding only where it is the head too."""
     matrices = [m for layer in model.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    return sum(m.in_features * m.out_features for m in (*matrices, model.head)) * model.dtype.itemsize
+    return sum(m.in_features * m.out_features for m in (*matrices, model.head)) * model.activation_dtype.itemsize
 
 
 def _kernels_of(rig: Rig, replay: Any) -> int:

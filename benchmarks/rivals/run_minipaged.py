@@ -23,8 +23,8 @@ class Minipaged:
         options: dict[str, Any] = {"enable_prefix_caching": False, "kv_cache_memory": 3 << 30, "max_model_len": 16384}
         self._llm = LLM(arguments.model, threads=arguments.threads, **{**options, **arguments.options})
         loaded = self._llm.loaded
-        kind = str(loaded.model.dtype).removeprefix("torch.")
-        itemsize = loaded.model.dtype.itemsize
+        kind = str(loaded.model.activation_dtype).removeprefix("torch.")
+        itemsize = loaded.model.activation_dtype.itemsize
         self._limits = Limits(loaded.model.config, itemsize, loaded.caches[0].key_cache.dtype.itemsize)
         self.facts = {
             "version": f"minipaged {__version__}, torch {torch.__version__}",

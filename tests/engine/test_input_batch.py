@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from minipaged.engine.sequence import Sequence
-
 from minipaged.engine.plan import ScheduledSequence, StepPlan
+from minipaged.engine.request import Sequence
 from minipaged.kv import BlockEvent
 from minipaged.runner.input_batch import InputBatch
 from minipaged.sampling_params import SamplingParams
-
-
-class Proposal(ScheduledSequence):
-    """A row that lists its logits itself: those of its last three tokens."""
-
-    @property
-    def logits_of(self) -> range:
-        return range(self.num_tokens - 3, self.num_tokens)
 
 
 def test_a_plan_lists_whose_logits_are_wanted() -> None:
@@ -27,16 +18,12 @@ def test_a_plan_lists_whose_logits_are_wanted() -> None:
         for index in range(3):
             batch.tables.on_event(BlockEvent("allocate", 3 * sequence.sequence_id + index, sequence.sequence_id, index))
 
-    def row(kind: type[ScheduledSequence], i: int, start: int, count: int, **wanted: object) -> ScheduledSequence:
-        return kind(sequences[i], start, count, [12 * i + at for at in range(start, start + count)], **wanted)  # type: ignore[arg-type]
+    def row(i: int, start: int, count: int, num_logits: int) -> ScheduledSequence:
+        slots = [12 * i + at for at in range(start, start + count)]
+        return ScheduledSequence(sequences[i], start, count, slots, num_logits=num_logits)
 
-    rows = [
-        row(ScheduledSequence, 0, 11, 1, sample_for=(sequences[0],)),
-        row(Proposal, 1, 7, 5, sample_for=(sequences[1],)),
-        row(ScheduledSequence, 2, 0, 6),  # a chunk of a prompt that goes on
-        row(ScheduledSequence, 3, 0, 4, prompt_logprobs=True),
-        row(ScheduledSequence, 4, 8, 4, sample_for=(sequences[4],)),
-    ]
+    # A decode, a chunk with three tokens to verify, a chunk of a prompt that goes on, a scored prompt, a prompt's end.
+    rows = [row(0, 11, 1, 1), row(1, 7, 5, 3), row(2, 0, 6, 0), row(3, 0, 4, 4), row(4, 8, 4, 1)]
     filled = batch.fill(StepPlan(rows, [], 20))
     assert filled.logits_rows.tolist() == [0, 3, 4, 5, 12, 13, 14, 15, 19]
     assert filled.token_ids[filled.logits_rows].tolist() == [11, 109, 110, 111, 300, 301, 302, 303, 411]

@@ -22,6 +22,7 @@ class Driver:
     model: Qwen3Model
     block_size: int
     num_blocks: int = 300
+    kv_dtype: torch.dtype | None = None  # of the activations
     lengths: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -30,7 +31,11 @@ class Driver:
         self.free = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.caches = [
             PagedKVCache(
-                self.num_blocks, config.num_key_value_heads, self.block_size, config.head_dim, dtype=self.model.dtype
+                self.num_blocks,
+                config.num_key_value_heads,
+                self.block_size,
+                config.head_dim,
+                dtype=self.kv_dtype or self.model.activation_dtype,
             )
             for _ in self.model.layers
         ]

@@ -17,6 +17,7 @@ from minipaged.errors import CheckpointError
 from minipaged.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder, load_model
 from minipaged.ops.backend import Backend, PackedLinear
 from minipaged.ops.reference import ReferenceBackend
 from minipaged.ops.torch.backend import TorchBackend
@@ -27,7 +28,7 @@ Q_BIAS = "model.layers.1.self_attn.q_proj.bias"
 
 
 def load(folder: Path) -> Qwen3Model:
-    return Qwen3Model.from_folder(folder, TorchBackend(), dtype="float32", progress=False)
+    return load_folder(folder, TorchBackend(), dtype="float32", progress=False)
 
 
 def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
@@ -229,8 +230,8 @@ def test_dtype_of_a_config_that_states_none_is_the_files(tmp_path: Path) -> None
 def test_fp16_checkpoint_runs_in_float32(tmp_path: Path) -> None:
     """C53: auto on a CPU."""
     folder = make_tiny_folder(tmp_path, dtype=torch.float16)
-    model = Qwen3Model.from_folder(folder, TorchBackend(), progress=False)
-    assert model.dtype == torch.float32
+    model = load_folder(folder, TorchBackend(), progress=False)
+    assert model.activation_dtype == torch.float32
     assert_equals_hf(folder)
 
 
@@ -243,7 +244,7 @@ class KeepingBackend(TorchBackend):
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False, use: str = "linear"
     ) -> PackedLinear:
         data = TorchWeight(rows=weight, packed=None, bias=bias, dtype=weight.dtype)
-        return PackedLinear(weight.shape[1], weight.shape[0], gated, data)
+        return PackedLinear(weight.shape[1], weight.shape[0], gated, "float32", data)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,9 +253,9 @@ def test_no_weight_depends_on_the_file_after_loading(tmp_path: Path, make_backen
     """The mapping is dropped and no buffer is shared: overwriting the file leaves the model as it is."""
     folder = make_tiny_folder(tmp_path, attention_bias=True, dtype=getattr(torch, dtype))
     prompt = random_tokens(12)
-    model = Qwen3Model.from_folder(folder, make_backend(), dtype=dtype, progress=False)
+    model = load_folder(folder, make_backend(), dtype=dtype, progress=False)
     before = Driver(model, 4).step({0: prompt})
-    assert float((before - hf_logits(load_hf(folder, model.dtype), prompt)).abs().max()) < (
+    assert float((before - hf_logits(load_hf(folder, model.activation_dtype), prompt)).abs().max()) < (
         1e-4 if dtype == "float32" else 0.5
     )
     path = folder / SINGLE_FILE
@@ -278,7 +279,7 @@ def test_at_most_one_layer_is_in_memory_beside_the_packed_weights(tmp_path: Path
             alive_at_once.append(sum(reference() is not None for reference in handed_out))
             return tensor
 
-    Qwen3Model.load(config, Watching(), TorchBackend(), dtype=torch.float32, progress=False)
+    load_model(config, Watching(), TorchBackend(), activation_dtype=torch.float32, progress=False)
     assert len(handed_out) == len(checkpoint.shapes) == 2 + 6 * 11
     assert max(alive_at_once) == 3  # q, k and v, which are stacked
 
@@ -303,7 +304,6 @@ def shard(folder: Path, names: dict[str, list[str]], tensors: dict[str, torch.Te
 def test_what_transformers_loads_loads_with_the_same_result(kind: str, tmp_path: Path) -> None:
     from driving import Driver
 
-    from minipaged.model.qwen3 import Qwen3Model
     from tiny import hf_logits, load_hf, make_tiny_folder
 
     shape = {"head_dim": 128} if kind == "no head_dim" else {}
@@ -326,7 +326,7 @@ def test_what_transformers_loads_loads_with_the_same_result(kind: str, tmp_path:
         shard(folder, files, tensors, set(names))
     tokens = [5, 90, 17, 210, 4, 8]
     wanted = hf_logits(load_hf(folder), tokens)
-    model = Qwen3Model.from_folder(folder, TorchBackend(), dtype="float32", progress=False)
+    model = load_folder(folder, TorchBackend(), dtype="float32", progress=False)
     assert (Driver(model, 4).step({0: tokens}) - wanted).abs().max() < 1e-4
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from driving import Driver
 
-from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.backend import Backend
-from minipaged.ops.registry import get_backend
+from minipaged.ops.registry import available_backends, get_backend
 from minipaged.ops.torch.backend import TorchBackend
 from tiny import clear_positions, hf_logits, load_hf, make_tiny_folder, random_tokens
 
@@ -66,7 +66,7 @@ def test_logits_equal_hugging_face(
     uncached HF.
     """
     folder, oracle = folders[shape]
-    model = Qwen3Model.from_folder(folder, backend, progress=False)
+    model = load_folder(folder, backend, progress=False)
     driver = Driver(model, block_size)
     first, second = random_tokens(35, seed=1), random_tokens(53, seed=2)
     prompt, other = first[:23], second[:41]
@@ -100,7 +100,7 @@ def test_logits_equal_hugging_face(
 def test_greedy_text_equals_generate(folders: dict[str, tuple[Path, Any]], backend: Backend) -> None:
     """The tokens we choose ourselves are those of transformers' cached generate."""
     folder, oracle = folders["gqa2"]
-    driver = Driver(Qwen3Model.from_folder(folder, backend, progress=False), 4)
+    driver = Driver(load_folder(folder, backend, progress=False), 4)
     prompt = random_tokens(9, seed=5)
     theirs = oracle.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, eos_token_id=None)[0].tolist()
     ours, piece = list(prompt), prompt
@@ -114,7 +114,7 @@ def test_greedy_text_equals_generate(folders: dict[str, tuple[Path, Any]], backe
 def test_only_wanted_rows_go_through_the_head(folders: dict[str, tuple[Path, Any]], backend: Backend) -> None:
     folder, oracle = folders["untied"]
     prompt = random_tokens(11, seed=3)
-    model = Qwen3Model.from_folder(folder, backend, progress=False)
+    model = load_folder(folder, backend, progress=False)
     every = Driver(model, 4).step({0: prompt})
     rows_through_head = []
     linear = backend.linear
@@ -136,7 +136,7 @@ def test_only_wanted_rows_go_through_the_head(folders: dict[str, tuple[Path, Any
 def test_buffers_are_reused_and_grow(folders: dict[str, tuple[Path, Any]], backend: Backend) -> None:
     """A second decode step allocates no new buffers; a larger step after smaller ones is still right."""
     folder, oracle = folders["gqa4"]
-    model = Qwen3Model.from_folder(folder, backend, progress=False, max_tokens=4)
+    model = load_folder(folder, backend, progress=False, max_tokens=4)
     driver = Driver(model, 4)
     tokens = random_tokens(70, seed=4)
     addresses = set()
@@ -156,7 +156,7 @@ def test_padded_rows_change_nothing(folders: dict[str, tuple[Path, Any]], paddin
     class Padded(TorchBackend):
         row_padding_bytes = padding
 
-    model = Qwen3Model.from_folder(folder, Padded(), progress=False)
+    model = load_folder(folder, Padded(), progress=False)
     assert model._buffers.views(2).qkv.stride(0) == 1024 + padding // 4
     prompt = random_tokens(30, seed=6)
     assert error(Driver(model, 4).step({0: prompt}), hf_logits(oracle, prompt)) < TOLERANCE
@@ -165,7 +165,7 @@ def test_padded_rows_change_nothing(folders: dict[str, tuple[Path, Any]], paddin
 def test_yarn_beyond_its_original_context(folders: dict[str, tuple[Path, Any]], backend: Backend) -> None:
     """YaRN at positions far past `original_max_position_embeddings`, where interpolated frequencies differ most."""
     folder, oracle = folders["yarn"]
-    model = Qwen3Model.from_folder(folder, backend, progress=False)
+    model = load_folder(folder, backend, progress=False)
     tokens = random_tokens(200, seed=7)
     assert error(Driver(model, 16).step({0: tokens}), hf_logits(oracle, tokens)) < TOLERANCE
 
@@ -178,8 +178,8 @@ def test_bf16_is_as_close_as_hugging_face_bf16(
     weights.
     """
     folder = make_tiny_folder(tmp_path, dtype=torch.bfloat16, **SHAPES[shape])
-    model = Qwen3Model.from_folder(folder, backend, dtype="bfloat16", progress=False)
-    assert model.dtype == torch.bfloat16
+    model = load_folder(folder, backend, dtype="bfloat16", progress=False)
+    assert model.activation_dtype == torch.bfloat16
     prompt = random_tokens(60, seed=8)
     exact = hf_logits(load_hf(folder), prompt)
     theirs = (hf_logits(load_hf(folder, torch.bfloat16), prompt) - exact).square().mean().sqrt()
@@ -190,6 +190,35 @@ def test_bf16_is_as_close_as_hugging_face_bf16(
 def test_bf16_checkpoint_in_float32_equals_hugging_face(backend: Backend, tmp_path: Path) -> None:
     """C53: what "auto" does on a CPU without bf16 instructions."""
     folder = make_tiny_folder(tmp_path, dtype=torch.bfloat16)
-    model = Qwen3Model.from_folder(folder, backend, dtype="float32", progress=False)
+    model = load_folder(folder, backend, dtype="float32", progress=False)
     prompt = random_tokens(40, seed=9)
     assert error(Driver(model, 4).step({0: prompt}), hf_logits(load_hf(folder), prompt)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [n for n in ("reference", "torch", "cpu") if available_backends()[n] is None])
+@pytest.mark.parametrize(
+    ("activations", "kv", "allowed"), [("float32", torch.bfloat16, 0.1), ("bfloat16", torch.float32, 0.4)]
+)
+def test_kv_of_another_type(
+    folders: dict[str, tuple[Path, Any]], name: str, activations: str, kv: torch.dtype, allowed: float
+) -> None:
+    """K/V is rounded to its own type and nothing else is, by every back end alike."""
+    folder, oracle = folders["gqa2"]
+    model = load_folder(folder, get_backend(name), dtype=activations, progress=False)
+    assert (model.weight_form, str(model.activation_dtype)) == (activations, f"torch.{activations}")
+    prompt = random_tokens(40, seed=11)
+    driver = Driver(model, 4, kv_dtype=kv)
+    logits = torch.cat([driver.step({0: prompt[:25]}), driver.step({0: prompt[25:39]}), driver.step({0: prompt[39:]})])
+    assert {cache.dtype for cache in driver.caches} == {kv}
+    assert logits.dtype == torch.float32
+    same = Driver(load_folder(folder, get_backend("reference"), dtype=activations, progress=False), 4, kv_dtype=kv)
+    assert error(logits, same.step({0: prompt})) < (1e-2 if activations == "float32" else allowed)
+    assert error(logits, hf_logits(oracle, prompt)) < allowed
+    if activations == "float32":  # the K/V of the whole prompt, read back, is what float32 gives, rounded once
+        exact = Driver(model, 4)
+        exact.step({0: prompt})
+        for ours, wide in zip(driver.caches, exact.caches, strict=True):
+            for rounded, value in zip(ours.gather(driver.tables[0], 40), wide.gather(exact.tables[0], 40), strict=True):
+                assert rounded.dtype == torch.bfloat16
+                assert error(rounded.float(), value) < 0.05
+        assert error(logits, exact.step({1: prompt})) > 1e-4

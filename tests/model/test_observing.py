@@ -9,7 +9,7 @@ import torch
 from driving import Driver
 from torch import Tensor
 
-from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.backend import PackedLinear
 from minipaged.ops.torch.backend import TorchBackend
 from tiny import load_hf, make_tiny_folder, random_tokens
@@ -29,15 +29,7 @@ class Observer(TorchBackend):
         return super().linear(x, w, **kwargs)
 
     def qk_norm_rope_write(
-        self,
-        qkv: Any,
-        q_norm: Any,
-        k_norm: Any,
-        rope: Any,
-        positions: Any,
-        cache: Any,
-        slot_mapping: Any,
-        **kw: Any,
+        self, qkv: Any, rotary: Any, cache: Any, positions: Any, slot_mapping: Any, **kw: Any
     ) -> Tensor:
         Hkv, D = cache.num_kv_heads, cache.head_dim
         query, key, value = qkv.unflatten(1, (-1, D)).split([qkv.shape[1] // D - 2 * Hkv, Hkv, Hkv], dim=1)
@@ -46,11 +38,11 @@ class Observer(TorchBackend):
                 "q_proj": query.flatten(1).clone(),
                 "k_proj": key.flatten(1).clone(),
                 "v_proj": value.flatten(1).clone(),
-                "q_norm": self.rms_norm(query, q_norm),
-                "k_norm": self.rms_norm(key, k_norm),
+                "q_norm": self.rms_norm(query, rotary.q_norm),
+                "k_norm": self.rms_norm(key, rotary.k_norm),
             }
         )
-        rotated = super().qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, **kw)
+        rotated = super().qk_norm_rope_write(qkv, rotary, cache, positions, slot_mapping, **kw)
         self.layers[-1]["query"] = rotated.clone()
         block, offset = slot_mapping // cache.block_size, slot_mapping % cache.block_size
         self.layers[-1]["key"] = cache.key_cache[block, :, offset].clone()
@@ -83,7 +75,7 @@ def test_proxy_sees_what_transformers_computes(tmp_path: Path) -> None:
     with torch.no_grad():
         cache = oracle(torch.tensor([prompt]), use_cache=True).past_key_values
 
-    Driver(Qwen3Model.from_folder(folder, observer, progress=False), 4).step({0: prompt})
+    Driver(load_folder(folder, observer, progress=False), 4).step({0: prompt})
     assert len(observer.layers) == len(theirs) == 2
     for index, (ours, expected) in enumerate(zip(observer.layers, theirs, strict=True)):
         expected["key"] = cache.layers[index].keys[0].transpose(0, 1)

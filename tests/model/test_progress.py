@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.torch.backend import TorchBackend
 from tiny import tiny_config
 
@@ -25,6 +25,6 @@ def test_bar(monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool, sh
     stderr = Stderr()
     monkeypatch.setattr(sys, "stderr", stderr)
     config = tiny_config()
-    Qwen3Model.load(config, RandomWeights(config), TorchBackend(), dtype=torch.float32, progress=progress)
+    load_model(config, RandomWeights(config), TorchBackend(), activation_dtype=torch.float32, progress=progress)
     assert ("Loading weights" in stderr.getvalue()) == shown
     assert bool(stderr.getvalue()) == shown

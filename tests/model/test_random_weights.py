@@ -11,8 +11,8 @@ from driving import Driver
 
 from minipaged.model.config import ModelConfig
 from minipaged.model.parameters import parameters, weight_bytes_per_step
-from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import POOL, QWEN3_SHAPES, RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.torch.backend import TorchBackend
 from tiny import TINY, random_tokens, tiny_config
 
@@ -85,7 +85,7 @@ def test_tensor_larger_than_the_pool_is_filled() -> None:
 
 
 def test_a_model_runs_without_a_file() -> None:
-    model = Qwen3Model.load(SMALL, RandomWeights(SMALL), TorchBackend(), dtype=torch.float32, progress=False)
+    model = load_model(SMALL, RandomWeights(SMALL), TorchBackend(), activation_dtype=torch.float32, progress=False)
     logits = Driver(model, 4).step({0: random_tokens(20), 1: random_tokens(3, seed=1)})
     assert logits.shape == (23, 320)
     assert torch.isfinite(logits).all()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minipaged.ops.cpu.backend import NativeBackend, instruction_sets, unavailable_reason
+from minipaged.ops.cpu.backend import NativeBackend
+from minipaged.ops.cpu.library import instruction_sets, unavailable_reason
 
 MISSING = unavailable_reason("cpu")
 collect_ignore_glob = ["test_*.py"] if MISSING else []

@@ -13,7 +13,8 @@ from paged_problem import Problem, same_bits
 from minipaged.errors import BackendUnavailableError
 from minipaged.ops import get_backend
 from minipaged.ops.backend import RMSNorm
-from minipaged.ops.cpu.backend import ISA_VARIABLE, NativeBackend, huge_page_tensor, instruction_sets
+from minipaged.ops.cpu.backend import ISA_VARIABLE, NativeBackend
+from minipaged.ops.cpu.library import huge_page_tensor, instruction_sets
 
 HERE = [name for name, runs in instruction_sets().items() if runs]
 FUSED = [name for name in HERE if name != "portable"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from paged_problem import same_bits
 
@@ -11,6 +12,7 @@ from minipaged.kv.paged_cache import PagedKVCache
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops.backend import AttentionBatch
 from minipaged.ops.cpu.backend import NativeBackend
 
@@ -37,13 +39,17 @@ class Run:
     model: Qwen3Model
     block_size: int
     seed: int
+    kv_dtype: torch.dtype | None = None  # of the activations
     tables: dict[int, list[int]] = field(default_factory=dict)
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         blocks = 1500 // self.block_size + 8
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(self.seed)).tolist()
-        self.caches = [PagedKVCache(blocks, 2, self.block_size, 64, dtype=self.model.dtype) for _ in range(3)]
+        self.caches = [
+            PagedKVCache(blocks, 2, self.block_size, 64, dtype=self.kv_dtype or self.model.activation_dtype)
+            for _ in range(3)
+        ]
         for cache in self.caches:
             cache.fill_(float("nan"))
 
@@ -73,22 +79,23 @@ class Run:
         return list(logits.split([len(tokens) for _, tokens in pieces]))
 
 
-def test_logits_do_not_depend_on_how_they_are_computed(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, torch.float32], ids=["", "f32 KV"])
+def test_logits_do_not_depend_on_how_they_are_computed(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     models = [
-        Qwen3Model.load(CONFIG, RandomWeights(CONFIG, dtype=dtype), NativeBackend(threads=n), dtype=dtype)
+        load_model(CONFIG, RandomWeights(CONFIG, dtype=dtype), NativeBackend(threads=n), activation_dtype=dtype)
         for n in (1, 2)
     ]
     g = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 320, (n,), generator=g) for n in (600, 90, 17)]
-    whole = [Run(models[0], 16, s).step([(s, tokens)])[0] for s, tokens in enumerate(prompts)]
+    whole = [Run(models[0], 16, s, kv_dtype).step([(s, tokens)])[0] for s, tokens in enumerate(prompts)]
     assert all(bool(torch.isfinite(x).all()) for x in whole)
     for seed, (chunk, block_size) in enumerate(((600, 1), (100, 32), (64, 7), (37, 128))):
-        run = Run(models[seed % 2], block_size, seed)
+        run = Run(models[seed % 2], block_size, seed, kv_dtype)
         for start in range(0, 600, chunk):
             pieces = [(s, t[start : start + chunk]) for s, t in enumerate(prompts) if start < len(t)]
             for (s, tokens), logits in zip(pieces, run.step(pieces), strict=True):
                 assert same_bits(logits, whole[s][start : start + len(tokens)]), f"chunk {chunk} at {start} of {s}"
-    run = Run(models[1], 5, 9)  # a short prefill, then decode next to a prefill that goes on
+    run = Run(models[1], 5, 9, kv_dtype)  # a short prefill, then decode next to a prefill that goes on
     run.step([(1, prompts[1][:30])])
     for step in range(30, 60):
         first, second = run.step([(1, prompts[1][step : step + 1]), (0, prompts[0][(step - 30) * 9 : (step - 29) * 9])])

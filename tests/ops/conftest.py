@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from minipaged.ops.torch import attend
 from minipaged.ops.torch import attention as torch_attention
 
 
@@ -24,7 +23,6 @@ def _one_thread() -> Iterator[None]:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every way through the torch back end: torch's flash kernel, matrix products, many splits to merge, threads."""
     if request.param == "plain":
-        monkeypatch.setattr(attend, "flash_works", lambda dtype, device: False)
         monkeypatch.setattr(torch_attention, "flash_works", lambda dtype, device: False)
     elif request.param == "tiny scratch":
         monkeypatch.setattr(torch_attention, "DECODE_BYTES", 16 << 10)

@@ -8,7 +8,7 @@ from dense_case import DTYPES, check_gated_linear, check_linear, near, randn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops import Backend, RMSNorm, RotaryTable, get_backend
+from minipaged.ops import Backend, QKNormRoPE, RMSNorm, RotaryTable, get_backend
 from minipaged.ops.torch import linear as torch_linear
 
 
@@ -117,26 +117,18 @@ def test_qk_norm_rope_write(dtype: torch.dtype, num_heads: int, num_kv_heads: in
         cache = PagedKVCache(4, num_kv_heads, 3, head_dim, dtype=dtype)
         cache.fill_(torch.nan)
         out = torch.full((rows, num_heads, head_dim), torch.nan, dtype=dtype)
-        arguments = (
-            qkv,
-            RMSNorm(norms[0].weight.data, 1e-6),
-            RMSNorm(norms[1].weight.data, 1e-6),
-            rope,
-            positions,
-            cache,
-            slots,
-        )
-        assert get_backend(name).qk_norm_rope_write(*arguments, out=out) is out
+        backend = get_backend(name)
+        q_norm, k_norm = (RMSNorm(norm.weight.data, 1e-6) for norm in norms)
+        rotary = backend.pack_rotary(QKNormRoPE(q_norm, k_norm, rope, num_heads, num_kv_heads))
+        assert backend.qk_norm_rope_write(qkv, rotary, cache, positions, slots, out=out) is out
         assert near(out, expected_q)
-        assert torch.equal(get_backend(name).qk_norm_rope_write(*arguments), out)
+        assert torch.equal(backend.qk_norm_rope_write(qkv, rotary, cache, positions, slots), out)
         for row, slot in enumerate(slots.tolist()):
             if slot >= 0:
                 assert near(cache.key_cache[slot // 3, :, slot % 3], expected_k[row])
                 assert torch.equal(cache.value_cache[slot // 3, :, slot % 3], v[row])
         assert int(cache.key_cache.isnan().sum()) == (12 - 4) * num_kv_heads * head_dim
-        empty = get_backend(name).qk_norm_rope_write(
-            qkv[:0], arguments[1], arguments[2], rope, positions[:0], cache, slots[:0]
-        )
+        empty = backend.qk_norm_rope_write(qkv[:0], rotary, cache, positions[:0], slots[:0])
         assert empty.shape == (0, num_heads, head_dim)
 
 

@@ -87,20 +87,18 @@ def test_queries_and_out_as_views() -> None:
 
 def test_a_long_chunk_never_writes_out_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's flash kernel the scores of one product stay below 256 queries x 2048 keys per head."""
-    from minipaged.ops.torch import attend
     from minipaged.ops.torch import attention as torch_attention
 
     largest = 0
-    plain = attend.attend_plain
+    plain = torch_attention.attend_plain
 
     def spy(q, k, v, **options):  # type: ignore[no-untyped-def]
         nonlocal largest
         largest = max(largest, q.shape[-2] * k.shape[-2])
         return plain(q, k, v, **options)
 
-    monkeypatch.setattr(attend, "flash_works", lambda dtype, device: False)
     monkeypatch.setattr(torch_attention, "flash_works", lambda dtype, device: False)
-    monkeypatch.setattr(attend, "attend_plain", spy)
+    monkeypatch.setattr(torch_attention, "attend_plain", spy)
     case = make_case([5000], [600], num_heads=1, num_kv_heads=1, block_size=16)
     assert_near(paged_attention_varlen(*case.arguments, backend="torch"), case.expected(), 1e-5)
     assert 0 < largest <= 256 * 2048

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, PackedLinear, RotaryTable
+from minipaged.kv.paged_cache import PagedKVCache
+from minipaged.ops.backend import AttentionBatch, AttentionMetadata, PackedLinear, QKNormRoPE, RMSNorm
 from minipaged.ops.torch.backend import TorchBackend
 
 
@@ -18,35 +19,34 @@ class RopeBeforeNorm(TorchBackend):
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: Any,
-        k_norm: Any,
-        rope: RotaryTable,
+        rotary: QKNormRoPE,
+        cache: PagedKVCache,
         positions: Tensor,
-        cache: Any,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        Hkv, D = cache.key_cache.shape[1], cache.key_cache.shape[3]
-        heads = qkv.view(len(qkv), -1, D)
-        cos, sin = rope.cos[positions, None], rope.sin[positions, None]
+        cos, sin = rotary.rope.cos[positions, None], rotary.rope.sin[positions, None]
 
         def rotate(x: Tensor) -> Tensor:
             first, second = x.float().chunk(2, dim=-1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
-        query, key, value = heads[:, : -2 * Hkv], heads[:, -2 * Hkv : -Hkv], heads[:, -Hkv:]
-        cache.write(self.rms_norm(rotate(key), k_norm), value.contiguous(), slot_mapping)
-        query = self.rms_norm(rotate(query), q_norm)
+        query, key, value = rotary.split(qkv)
+        assert rotary.q_norm is not None
+        assert rotary.k_norm is not None
+        cache.write(self.rms_norm(rotate(key), rotary.k_norm), value.contiguous(), slot_mapping)
+        query = self.rms_norm(rotate(query), rotary.q_norm)
         return query if out is None else out.copy_(query)
 
 
 class NoQueryNorm(TorchBackend):
     """C27: queries are not normalised at all."""
 
-    def qk_norm_rope_write(self, qkv: Tensor, q_norm: Any, *args: Any, **options: Any) -> Tensor:
-        flat = type(q_norm)(torch.ones_like(q_norm.weight), q_norm.eps)
-        return super().qk_norm_rope_write(qkv, flat, *args, **options)
+    def pack_rotary(self, rotary: QKNormRoPE) -> QKNormRoPE:
+        assert rotary.q_norm is not None
+        flat = RMSNorm(torch.ones_like(rotary.q_norm.weight), rotary.q_norm.eps)
+        return super().pack_rotary(replace(rotary, q_norm=flat))
 
 
 class TiledHeads(TorchBackend):
@@ -56,7 +56,7 @@ class TiledHeads(TorchBackend):
         self,
         query: Tensor,
         cache: Any,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,
@@ -71,7 +71,7 @@ class TiledHeads(TorchBackend):
 class UpperLeftMask(TorchBackend):
     """C22: the causal mask starts at key 0 although earlier tokens are cached; a whole prompt does not show it."""
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         queries = batch.query_start_loc.diff()
         lengths = torch.where(queries > 1, queries, batch.seq_lens)
         return super().plan(replace(batch, seq_lens=lengths, max_seq_len=int(lengths.max())))
@@ -80,7 +80,7 @@ class UpperLeftMask(TorchBackend):
 class StaleDecode(TorchBackend):
     """C02: decode reads one token less than there is."""
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         queries = batch.query_start_loc.diff()
         lengths = torch.where(queries == 1, batch.seq_lens - 1, batch.seq_lens)
         return super().plan(replace(batch, seq_lens=lengths))
@@ -88,9 +88,10 @@ class StaleDecode(TorchBackend):
 
 class _MovedSlots(TorchBackend):
     def qk_norm_rope_write(self, *args: Any, **options: Any) -> Tensor:
-        slots = args[6].clone()
+        *others, slots = args
+        slots = slots.clone()
         self.move(slots)
-        return super().qk_norm_rope_write(*args[:6], slots, **options)
+        return super().qk_norm_rope_write(*others, slots, **options)
 
     def move(self, slots: Tensor) -> None:
         raise NotImplementedError
@@ -124,7 +125,7 @@ class StrayWrite(TorchBackend):
     """C20: besides its own slots, a step writes the last slot of the pool (where -1 would wrap to)."""
 
     def qk_norm_rope_write(self, *args: Any, **options: Any) -> Tensor:
-        cache = args[5]
+        cache = args[2]
         cache.key_cache[-1, :, -1] = 1.0
         return super().qk_norm_rope_write(*args, **options)
 

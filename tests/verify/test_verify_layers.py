@@ -22,14 +22,14 @@ from broken_backends import (
 )
 from verify_sample import PROMPTS
 
-from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.backend import Backend
+from minipaged.ops.forwarding import ForwardingBackend
 from minipaged.ops.reference import ReferenceBackend
 from minipaged.ops.registry import available_backends, get_backend
 from minipaged.ops.torch.backend import TorchBackend
 from minipaged.verify.judge import OP_TOLERANCE, Bug, Report
 from minipaged.verify.layers import compare_layers
-from minipaged.verify.observe import PassThrough
 from minipaged.verify.oracle import hf_model, trace
 from tiny import make_tiny_folder
 
@@ -38,7 +38,7 @@ RUNS_HERE = [name for name, reason in available_backends("cpu").items() if reaso
 
 
 def report_of(sample: Any, backend: Backend, *, dtype: torch.dtype = torch.float32, block_size: int = 4) -> Report:
-    model = Qwen3Model.from_folder(sample.folder, backend, dtype=dtype, progress=False)
+    model = load_folder(sample.folder, backend, dtype=dtype, progress=False)
     peer = None if dtype == torch.float32 else sample.peer
     report = Report("tiny", backend.name, str(dtype)[6:], 2, block_size, PROMPTS, {}, {})
     report.ops, report.prompt_logits = compare_layers(model, sample.reference, block_size=block_size, peer=peer)
@@ -101,7 +101,7 @@ def test_shapes_pass(tmp_path, overrides):
     folder = make_tiny_folder(tmp_path, **overrides)
     with hf_model(folder, torch.float32) as model:
         reference = trace(model, PROMPTS)
-    ours = Qwen3Model.from_folder(folder, TorchBackend(), dtype=torch.float32, progress=False)
+    ours = load_folder(folder, TorchBackend(), dtype=torch.float32, progress=False)
     results, logits = compare_layers(ours, reference, block_size=3)
     assert all(result.passed for result in results)
     assert logits.max_relative < 1e-5
@@ -168,8 +168,8 @@ def test_bfloat16_finds_what_is_worse_than_rounding(sample, broken, op):
 
 def test_an_observer_passes_on_everything_a_back_end_can_do():
     public = {name for name, value in vars(Backend).items() if callable(value) and not name.startswith("_")}
-    assert public <= set(vars(PassThrough))
+    assert public <= set(vars(ForwardingBackend))
     inner = ReferenceBackend()
-    proxy = PassThrough(inner)
+    proxy = ForwardingBackend(inner)
     for attribute in Backend.__annotations__:
         assert getattr(proxy, attribute) == getattr(inner, attribute)

@@ -20,6 +20,7 @@ from minipaged.cli.main import app
 from minipaged.engine.scheduler import Scheduler
 from minipaged.errors import CheckpointError
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.backend import Backend
 from minipaged.ops.registry import get_backend
 from minipaged.ops.torch.backend import TorchBackend
@@ -144,7 +145,7 @@ def no_child_process(monkeypatch):
 
 
 def load(sample: Any, backend: Backend) -> Qwen3Model:
-    return Qwen3Model.from_folder(sample.folder, backend, dtype="float32", progress=False)
+    return load_folder(sample.folder, backend, dtype="float32", progress=False)
 
 
 def claims_of(sample: Any, backend: Backend) -> list[Any]:

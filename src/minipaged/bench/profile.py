@@ -6,37 +6,33 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.forwarding import ForwardingBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from minipaged.bench.measure import Step
     from minipaged.engine.engine import Engine
-    from minipaged.kv.paged_cache import PagedKVCache
     from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.ops.backend import Backend
 
-R = TypeVar("R")
 REST, ENGINE = "sampling and rest of runner", "scheduler and outputs"
 UNSEEN = "forward pass as one graph, not told apart, and sampling"
 """A decode step that was replayed as a CUDA graph makes no call of a back end that could be timed."""
 
 
-class ProfilingBackend(Backend):
-    """`inner` with a clock around each call. `names`: what to call each packed weight, by id()."""
+class ProfilingBackend(ForwardingBackend):
+    """`inner` with a clock around each call of a step. `names`: what to call each packed weight, by id()."""
 
     def __init__(
         self, inner: Backend, names: dict[int, str], clock: Callable[[], float], synchronise: Callable[[], None]
     ) -> None:
-        self.inner, self.name, self.batch_invariant = inner, inner.name, inner.batch_invariant
-        self.copies_weights, self.row_padding_bytes = inner.copies_weights, inner.row_padding_bytes
+        super().__init__(inner)
         self._names, self._clock, self._synchronise = names, clock, synchronise
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: defaultdict[str, int] = defaultdict(int)
@@ -48,78 +44,17 @@ class ProfilingBackend(Backend):
         self.calls.clear()
         return taken
 
-    def _timed(self, name: str, call: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    def call(self, name: str, *args: Any, **options: Any) -> Any:
+        """Under the method's name, but a product under its weight's, and "attention plan"."""
+        if name in ("pack_linear", "pack_rotary"):  # at load
+            return super().call(name, *args, **options)
         start = self._clock()
-        result = call(*args, **kwargs)
+        result = super().call(name, *args, **options)
         self._synchronise()
-        self.seconds[name] += self._clock() - start
-        self.calls[name] += 1
+        label = self._names.get(id(args[1]), name) if name == "linear" else {"plan": "attention plan"}.get(name, name)
+        self.seconds[label] += self._clock() - start
+        self.calls[label] += 1
         return result
-
-    def pack_linear(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        gated: bool = False,
-        use: Literal["linear", "embed", "both"] = "linear",
-    ) -> PackedLinear:
-        """Not timed: it happens at load."""
-        return self.inner.pack_linear(weight, bias, gated=gated, use=use)
-
-    def linear(self, x: Tensor, w: PackedLinear, **options: Any) -> Tensor:
-        """As "linear" and the weight's name."""
-        return self._timed(self._names.get(id(w), "linear"), self.inner.linear, x, w, **options)
-
-    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        """As "embed"."""
-        return self._timed("embed", self.inner.embed, token_ids, w, out=out)
-
-    def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
-        """As "rms_norm" where it is not fused into a linear."""
-        return self._timed("rms_norm", self.inner.rms_norm, x, norm, out=out)
-
-    def write_kv(self, key: Tensor, value: Tensor, cache: PagedKVCache, slot_mapping: Tensor) -> None:
-        """As "write_kv"."""
-        self._timed("write_kv", self.inner.write_kv, key, value, cache, slot_mapping)
-
-    def qk_norm_rope_write(
-        self,
-        qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
-        cache: PagedKVCache,
-        slot_mapping: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """As "qk_norm_rope_write"."""
-        call = self.inner.qk_norm_rope_write
-        return self._timed(
-            "qk_norm_rope_write", call, qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out
-        )
-
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        """As "attention plan"."""
-        return self._timed("attention plan", self.inner.plan, batch)
-
-    def attention(
-        self,
-        query: Tensor,
-        cache: PagedKVCache,
-        plan: AttentionPlan,
-        *,
-        scale: float | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """As "attention"."""
-        return self._timed("attention", self.inner.attention, query, cache, plan, scale=scale, out=out)
-
-    def copy_blocks(self, caches: Sequence[PagedKVCache], pairs: Sequence[tuple[int, int]]) -> None:
-        """As "copy_blocks"."""
-        self._timed("copy_blocks", self.inner.copy_blocks, caches, pairs)
 
 
 @dataclass(slots=True)

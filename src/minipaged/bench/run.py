@@ -39,9 +39,9 @@ class Bench:
         self.engine, self.model, self.threads = loaded.engine, loaded.model, loaded.threads
         progress("measuring the machine's limits")
         self.probes = Probes(threads=self.threads, device=str(self.model.device))
-        self.peak = self.probes.matrix_peak(self.model.dtype)  # operations per second, and what reached them
+        self.peak = self.probes.matrix_peak(self.model.activation_dtype)  # operations per second, and what reached them
         kv_itemsize = loaded.caches[0].key_cache.dtype.itemsize
-        self.limits = Limits(self.model.config, self.model.dtype.itemsize, kv_itemsize)
+        self.limits = Limits(self.model.config, self.model.activation_dtype.itemsize, kv_itemsize)
 
     def __enter__(self) -> Bench:
         return self
@@ -59,7 +59,7 @@ class Bench:
             self.peak,
             threads=self.threads,
             backend=self.model.backend.name,
-            dtype=str(self.model.dtype),
+            dtype=str(self.model.activation_dtype),
             device=str(self.model.device),
         )
         return {**common, "engine": self._llm.summary()}

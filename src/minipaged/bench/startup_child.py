@@ -28,7 +28,7 @@ def main(model: str, options: dict[str, Any]) -> None:
         mark(
             "ready",
             backend=loaded.model.backend.name,
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
+            dtype=str(loaded.model.activation_dtype).removeprefix("torch."),
             threads=torch.get_num_threads(),
             device=str(loaded.model.device),
             pool_bytes=sum(cache.nbytes for cache in loaded.caches),

@@ -34,7 +34,7 @@ def step_plan(engine: Engine, *, sequences: int, context: int, queries: int = 1)
             manager.create_sequence(sequence_id)
             slots = manager.append_tokens(sequence_id, context)[context - queries :]
             sequence = Sequence(sequence_id, 0, [sequence_id % 7 + 1] * context, context, params, seed=0)
-            rows.append(ScheduledSequence(sequence, context - queries, queries, slots, sample_for=(sequence,)))
+            rows.append(ScheduledSequence(sequence, context - queries, queries, slots, (sequence,), num_logits=1))
         yield StepPlan(rows, [], sequences * queries)
     finally:
         for sequence_id in ids:

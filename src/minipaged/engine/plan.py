@@ -30,12 +30,8 @@ class ScheduledSequence:
     prompt_logprobs: bool = False
     """Also wants the log-probabilities of prompt tokens start + 1 : start + num_tokens + 1."""
 
-    @property
-    def logits_of(self) -> range:
-        """The tokens of this row (0 to num_tokens - 1) whose logits are wanted: all for prompt log-probabilities, the
-        last one to sample from, or none. Whoever samples does so from the last of them."""
-        wanted = self.num_tokens if self.prompt_logprobs else 1 if self.sample_for else 0
-        return range(self.num_tokens - wanted, self.num_tokens)
+    num_logits: int = 0
+    """Logits are wanted of so many of its last tokens: one to sample from, all for prompt log-probabilities."""
 
 
 @dataclass(slots=True)

@@ -76,7 +76,7 @@ class LoadedEngine:
         """A few lines for the start of a program: model, type, back end, threads, pool, and what was lowered."""
         manager = self.engine.block_manager
         nbytes = sum(cache.nbytes for cache in self.caches)
-        kind = str(self.model.dtype).removeprefix("torch.")
+        kind = str(self.model.activation_dtype).removeprefix("torch.")
         lines = [
             f"model {self.source.name}: {kind} on {self.model.device}, back end {self.model.backend.name} "
             f"({self.backend_note}), {self.threads} threads (of {available_processors()} processors)",
@@ -94,7 +94,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     threads = set_threads(options.threads)  # before the first tensor operation
 
     from minipaged.model.dtypes import resolve_dtype
-    from minipaged.model.qwen3 import Qwen3Model
+    from minipaged.model.weights import load_model
     from minipaged.ops.registry import backend_note, get_backend
 
     device = _device(options.device)
@@ -118,11 +118,11 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         f"the weights, {batched_tokens} tokens per step and {positions} positions: "
         "lower max_num_batched_tokens or max_model_len"
     ):
-        model = Qwen3Model.load(
+        model = load_model(
             config,
             source.tensors,
             backend,
-            dtype=dtype,
+            activation_dtype=dtype,
             device=device,
             max_model_len=options.max_model_len,
             max_tokens=batched_tokens + 1,
@@ -131,7 +131,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
         num_seqs = min(options.max_num_seqs, batched_tokens)
         warm_up(model, num_tokens=batched_tokens + 1, num_seqs=num_seqs, block_size=options.block_size)
     automatic = options.num_blocks is None and options.kv_cache_memory is None
-    block_bytes = config.kv_bytes_per_token(model.dtype.itemsize) * options.block_size
+    block_bytes = config.kv_bytes_per_token(model.activation_dtype.itemsize) * options.block_size
     pool = size_pool(
         block_bytes=block_bytes,
         block_size=options.block_size,
@@ -154,7 +154,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
                 config.num_key_value_heads,
                 options.block_size,
                 config.head_dim,
-                dtype=model.dtype,
+                dtype=model.activation_dtype,
                 device=device,
             )
             for _ in range(config.num_hidden_layers)

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 from minipaged._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+    from minipaged.ops.backend import (
+        AttentionBatch,
+        AttentionMetadata,
+        AttentionPlan,
+        Backend,
+        PackedLinear,
+        QKNormRoPE,
+        RMSNorm,
+        RotaryTable,
+    )
     from minipaged.ops.merge import merge_attention_states
     from minipaged.ops.paged_attention import (
         paged_attention_online,
@@ -23,9 +32,11 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AttentionBatch": "backend",
+    "AttentionMetadata": "backend",
     "AttentionPlan": "backend",
     "Backend": "backend",
     "PackedLinear": "backend",
+    "QKNormRoPE": "backend",
     "RMSNorm": "backend",
     "RotaryTable": "backend",
     "available_backends": "registry",
@@ -39,9 +50,11 @@ _HOME = {
 
 __all__ = [
     "AttentionBatch",
+    "AttentionMetadata",
     "AttentionPlan",
     "Backend",
     "PackedLinear",
+    "QKNormRoPE",
     "RMSNorm",
     "RotaryTable",
     "available_backends",

@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
+if TYPE_CHECKING:
     from minipaged.kv.paged_cache import PagedKVCache
 
 
@@ -37,6 +39,43 @@ class RotaryTable:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class QKNormRoPE:
+    """What makes queries and cached K/V of one layer's qkv product: constants, checked here so that no call has to.
+
+    q_norm, k_norm: over D, before the rotation; both None: heads are rotated as they are. Pass it through
+    `Backend.pack_rotary` once, at load; `data` belongs to the back end. ValueError for shapes that do not fit together.
+    """
+
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    rope: RotaryTable
+    num_heads: int
+    num_kv_heads: int
+    data: Any = None
+
+    def __post_init__(self) -> None:
+        if self.rope.cos.dim() != 2 or self.rope.sin.shape != self.rope.cos.shape:
+            shapes = f"{list(self.rope.cos.shape)} and {list(self.rope.sin.shape)}"
+            raise ValueError(f"cos and sin must be [max_position, D / 2] both, got {shapes}")
+        weights = [list(norm.weight.shape) for norm in (self.q_norm, self.k_norm) if norm is not None]
+        if weights not in ([], 2 * [[self.head_dim]]):
+            raise ValueError(
+                f"norms of queries and keys must both have {self.head_dim} weights or both be None: {weights}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """D, as the rotary table has it."""
+        return 2 * self.rope.cos.shape[1]
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of qkv [T, (Hq + 2 Hkv) D]: queries [T, Hq, D], keys and values [T, Hkv, D]."""
+        value = self.num_heads + self.num_kv_heads
+        heads = qkv.view(qkv.shape[0], value + self.num_kv_heads, self.head_dim)
+        return heads[:, : self.num_heads], heads[:, self.num_heads : value], heads[:, value:]
+
+
 @dataclass(slots=True)
 class PackedLinear:
     """A weight in the back end's own layout. `data` belongs to the back end; nobody else looks inside."""
@@ -44,6 +83,8 @@ class PackedLinear:
     in_features: int
     out_features: int
     gated: bool
+    form: str
+    """What its numbers are stored as: the name of a dtype ("bfloat16")."""
     data: Any
 
 
@@ -68,11 +109,45 @@ class AttentionBatch:
 
 
 @dataclass(slots=True)
-class AttentionPlan:
+class AttentionMetadata:
     """What a back end derives from an `AttentionBatch` once per step and reuses in every layer."""
 
     batch: AttentionBatch
     data: Any = None
+
+
+AttentionPlan = AttentionMetadata
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16: how forms of weights and types are named in options and reports."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Scratch:
+    """Named buffers that only grow. A fresh large tensor costs a page fault per 4 KiB, three times the copy itself.
+
+    A buffer is valid until the next `get` of the same name and dtype. Not for use by two threads at once.
+    keep_replaced: a buffer that became too small stays alive, for a captured graph may still work in it.
+    """
+
+    def __init__(self, *, keep_replaced: bool = False) -> None:
+        self._keep_replaced = keep_replaced
+        self._replaced: list[Tensor] = []
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory of this shape."""
+        size = prod(shape)
+        key = (name, dtype, device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < size:
+            if buffer is not None and self._keep_replaced:
+                self._replaced.append(buffer)
+            # Plain tensors even under inference mode: the same buffer also serves calls outside it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[key] = torch.empty(size, dtype=dtype, device=device)
+        return buffer[:size].view(shape)
 
 
 class Backend(ABC):
@@ -104,7 +179,8 @@ class Backend(ABC):
         gated: bool = False,
         use: Literal["linear", "embed", "both"] = "linear",
     ) -> PackedLinear:
-        """Take over weight [out, in]. gated: rows are gate then up, [2 I, in], for `act="silu_mul"`.
+        """Take over weight [out, in] in the form that its dtype names, or the one this back end has for it
+        (`PackedLinear.form`). gated: rows are gate then up, [2 I, in], for `act="silu_mul"`.
 
         use: what will be called with it. A hint about memory only (some layouts serve both calls, some need two
         copies); every call works whatever was said here.
@@ -138,23 +214,28 @@ class Backend(ABC):
         """key, value [T, Hkv, D] to their slots (int64 [T], -1 skips). Outside the pool: IndexError, no write."""
         cache.write(key, value, slot_mapping)
 
+    def pack_rotary(self, rotary: QKNormRoPE) -> QKNormRoPE:
+        """Take over a layer's constants; what comes back is what `qk_norm_rope_write` wants."""
+        return rotary
+
     @abstractmethod
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) D] -> query [T, Hq, D]: q and k are normalised per head and rotated, k and v written."""
+        """qkv [T, (Hq + 2 Hkv) D] -> query [T, Hq, D]: q and k are normalised per head and rotated, k and v written.
+
+        positions, slot_mapping int64 [T]. The cache's dtype may be another one than that of qkv.
+        """
 
     @abstractmethod
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Once per step, before the first layer."""
 
     @abstractmethod
@@ -162,7 +243,7 @@ class Backend(ABC):
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,

@@ -14,7 +14,16 @@ from torch.nn import functional
 
 from minipaged.kv.address import block_offset, kv_head_of, logical_block
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.backend import (
+    AttentionBatch,
+    AttentionMetadata,
+    Backend,
+    PackedLinear,
+    QKNormRoPE,
+    RMSNorm,
+    RotaryTable,
+    dtype_name,
+)
 
 F64 = torch.float64
 
@@ -85,7 +94,7 @@ class ReferenceBackend(Backend):
             None if bias is None else bias.detach().to(F64, copy=True),
             weight.dtype,
         )
-        return PackedLinear(weight.shape[1], weight.shape[0], gated, data)
+        return PackedLinear(weight.shape[1], weight.shape[0], gated, dtype_name(weight.dtype), data)
 
     def linear(
         self,
@@ -98,8 +107,7 @@ class ReferenceBackend(Backend):
         out: Tensor | None = None,
     ) -> Tensor:
         weight, bias, _ = w.data
-        h = x.to(F64) if norm is None else _rms_norm(x, norm)
-        y = functional.linear(h, weight, bias)
+        y = functional.linear(_rms_norm(x, norm), weight, bias)
         if act == "silu_mul":
             gate, up = y.chunk(2, dim=-1)
             y = gate * torch.sigmoid(gate) * up
@@ -118,31 +126,27 @@ class ReferenceBackend(Backend):
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        d, num_kv_heads = cache.head_dim, cache.num_kv_heads
-        heads = qkv.view(qkv.shape[0], qkv.shape[1] // d, d)  # q heads, then k heads, then v heads
-        q, k, v = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
-        q = _rotate(_rms_norm(q, q_norm), rope, positions)
-        k = _rotate(_rms_norm(k, k_norm), rope, positions)
+        q, k, v = rotary.split(qkv)
+        q = _rotate(_rms_norm(q, rotary.q_norm), rotary.rope, positions)
+        k = _rotate(_rms_norm(k, rotary.k_norm), rotary.rope, positions)
         self.write_kv(k, v, cache, slot_mapping)
         return _result(q, qkv, out)
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return AttentionPlan(batch)
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        return AttentionMetadata(batch)
 
     def attention(
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,
@@ -150,9 +154,9 @@ class ReferenceBackend(Backend):
         return _result(attend_batch(query, cache, plan.batch, scale), query, out)
 
 
-def _rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
+def _rms_norm(x: Tensor, norm: RMSNorm | None) -> Tensor:
     x = x.to(F64)
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(F64)
+    return x if norm is None else x / torch.sqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(F64)
 
 
 def _rotate(x: Tensor, rope: RotaryTable, positions: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ class Staging:
 @dataclass(slots=True)
 class ModelInput:
     """One step for the model: token_ids int64 [T], and `logits_rows` int64 [R], the rows of T whose logits are wanted:
-    any number per sequence, as the plan lists them (`ScheduledSequence.logits_of`).
+    any number per sequence (`ScheduledSequence.num_logits`).
     """
 
     token_ids: Tensor
@@ -154,8 +154,8 @@ class InputBatch:
             positions += range(row.start, end)
             slots += row.slots
             seq_lens.append(end)
-            logits_rows += [starts[-1] + token for token in row.logits_of]
             starts.append(starts[-1] + row.num_tokens)
+            logits_rows += range(starts[-1] - row.num_logits, starts[-1])
         self.check_slots(slots)
 
         self._staging.wait()

@@ -79,7 +79,7 @@ class ModelRunner:
                 targets = sequence.token_ids[row.start + 1 : min(last + 1, sequence.num_prompt_tokens)]
                 asked = sequence.params.prompt_logprobs or 0
                 result.prompt_logprobs = token_logprobs(logits[used : used + len(targets)], targets, asked)
-            used += len(row.logits_of)
+            used += row.num_logits
             sequences += row.sample_for
             sources += [used - 1] * len(row.sample_for)
         if sequences:

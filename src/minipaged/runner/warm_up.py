@@ -20,17 +20,20 @@ _SAMPLED = SamplingParams(temperature=1.0, top_k=20, top_p=0.95, min_p=0.0)
 
 
 @torch.inference_mode()
-def warm_up(model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: int) -> None:
+def warm_up(
+    model: Qwen3Model, *, num_tokens: int, num_seqs: int, block_size: int, kv_dtype: torch.dtype | None = None
+) -> None:
     """A prefill step of `num_tokens` tokens, logits for `num_seqs` of them, and a decode step of `num_seqs` sequences
     of the longest length; a token is sampled from each row of logits.
 
     Kernels are compiled, scratch and activations grow to their final size, and torch's allocator keeps the rest of the
     peak, so that the device's free memory afterwards is free indeed. Needs no pool: all tables point at one block of
-    zeros, and nothing is written.
+    zeros, and nothing is written. kv_dtype: of the pool that comes, None = the activations'.
     """
     config, device = model.config, model.device
     longest = model.max_model_len
-    cache = PagedKVCache(1, config.num_key_value_heads, block_size, config.head_dim, dtype=model.dtype, device=device)
+    shape = (1, config.num_key_value_heads, block_size, config.head_dim)
+    cache = PagedKVCache(*shape, dtype=kv_dtype or model.activation_dtype, device=device)
     caches = [cache] * config.num_hidden_layers
     chunks = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
     for lens, query_lens in ((chunks, chunks), ([longest] * num_seqs, [1] * num_seqs)):

@@ -177,7 +177,7 @@ def _pool_and_runner(
         listener=input_batch.tables.on_event,
     )
     shape = blocks, model.config.num_key_value_heads, size, model.config.head_dim
-    caches = [PagedKVCache(*shape, dtype=model.dtype, device=model.device) for _ in model.layers]
+    caches = [PagedKVCache(*shape, dtype=model.activation_dtype, device=model.device) for _ in model.layers]
     for cache in caches:
         cache.fill_(float("nan"))
     return manager, ModelRunner(model, model.backend, caches, Sampler(model.config.vocab_size), input_batch)

@@ -22,6 +22,7 @@ from torch import Tensor
 from minipaged.engine.config import EngineStats
 from minipaged.kv.address import num_logical_blocks
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.registry import get_backend
 from minipaged.threads import set_threads
 from minipaged.verify.decode import Outcome, Prompt, Setting, logits_of, run
@@ -60,7 +61,7 @@ def check_determinism(
 def _limit(model: Qwen3Model) -> float:
     if model.backend.batch_invariant:
         return 0.0
-    return PROMISE if model.dtype == torch.float32 else math.inf  # nothing is promised for bfloat16 there
+    return PROMISE if model.activation_dtype == torch.float32 else math.inf  # nothing is promised for bfloat16 there
 
 
 Variant = tuple[str, str, Logits, str]  # claim, how, logits, evidence ("" = it did not happen)
@@ -151,7 +152,7 @@ def _threads(
             arguments = [
                 str(folder),
                 model.backend.name,
-                str(model.dtype).removeprefix("torch."),
+                str(model.activation_dtype).removeprefix("torch."),
                 str(other),
                 str(file),
             ]
@@ -176,7 +177,7 @@ def main(folder: str, backend: str, dtype: str, threads: str, file: str) -> None
     """Child process: each request alone with another thread count; prompts are read from `file`, logits written to
     it."""
     set_threads(int(threads))
-    model = Qwen3Model.from_folder(folder, get_backend(backend), dtype=dtype, progress=False)
+    model = load_folder(folder, get_backend(backend), dtype=dtype, progress=False)
     requests = [(tuple(prompt), script) for prompt, script in torch.load(file, weights_only=True)["prompts"]]
     logits = []
     for prompt, script in requests:

@@ -88,7 +88,7 @@ class _Pool:
                     self._manager.append_token(index)
         self.token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=self._device)
         shape = num_blocks, config.num_key_value_heads, block_size, config.head_dim
-        self.caches = [PagedKVCache(*shape, dtype=model.dtype, device=self._device) for _ in model.layers]
+        self.caches = [PagedKVCache(*shape, dtype=model.activation_dtype, device=self._device) for _ in model.layers]
         for cache in self.caches:
             cache.fill_(float("nan"))
 

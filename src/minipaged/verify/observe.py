@@ -8,57 +8,28 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.backend import (
+    AttentionBatch,
+    AttentionMetadata,
+    Backend,
+    PackedLinear,
+    QKNormRoPE,
+    RMSNorm,
+    RotaryTable,
+)
+from minipaged.ops.forwarding import ForwardingBackend
 from minipaged.verify.judge import ErrorFigures, measure
 from minipaged.verify.oracle import EMBEDDING_LAYER, Trace
 
 if TYPE_CHECKING:
     from minipaged.model.qwen3 import Qwen3Model
-
-
-class PassThrough(Backend):
-    """`inner` behind the same face: what an observer builds on by overriding the calls it wants to see."""
-
-    def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        for attribute in Backend.__annotations__:
-            setattr(self, attribute, getattr(inner, attribute))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)  # whatever a back end offers beyond the interface
-
-    def pack_linear(self, *args: Any, **options: Any) -> PackedLinear:
-        return self.inner.pack_linear(*args, **options)
-
-    def linear(self, *args: Any, **options: Any) -> Tensor:
-        return self.inner.linear(*args, **options)
-
-    def embed(self, *args: Any, **options: Any) -> Tensor:
-        return self.inner.embed(*args, **options)
-
-    def rms_norm(self, *args: Any, **options: Any) -> Tensor:
-        return self.inner.rms_norm(*args, **options)
-
-    def qk_norm_rope_write(self, *args: Any, **options: Any) -> Tensor:
-        return self.inner.qk_norm_rope_write(*args, **options)
-
-    def plan(self, *args: Any, **options: Any) -> AttentionPlan:
-        return self.inner.plan(*args, **options)
-
-    def attention(self, *args: Any, **options: Any) -> Tensor:
-        return self.inner.attention(*args, **options)
-
-    def write_kv(self, *args: Any, **options: Any) -> None:
-        self.inner.write_kv(*args, **options)
-
-    def copy_blocks(self, *args: Any, **options: Any) -> None:
-        self.inner.copy_blocks(*args, **options)
 
 
 @contextmanager
@@ -72,7 +43,7 @@ def observed(model: Qwen3Model, observer: Backend) -> Iterator[None]:
         model.backend = inner
 
 
-class LogitsTap(PassThrough):
+class LogitsTap(ForwardingBackend):
     """Keeps a copy of what the output head computed last, float32 [R, V]."""
 
     def __init__(self, model: Qwen3Model) -> None:
@@ -92,7 +63,7 @@ PRODUCT = {"o_proj": "o_proj", "down": "mlp_down"}
 RESULT = {"o_proj": "hidden_mid", "gate_up": "mlp_gate_up", "down": "hidden_out"}
 
 
-class LayerObserver(PassThrough):
+class LayerObserver(ForwardingBackend):
     """Follows one forward pass, operation by operation, beside a trace of Hugging Face.
 
     tokens: which rows of the trace the pass computes, in batch order. With `force`, each result is replaced by
@@ -168,25 +139,21 @@ class LayerObserver(PassThrough):
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        expected_value = qkv[:, -cache.value_cache.shape[1] * cache.value_cache.shape[3] :].to(cache.value_cache.dtype)
-        expected_value = expected_value.clone()
+        expected_value = rotary.split(qkv)[2].flatten(1).to(cache.dtype, copy=True)
 
         # The norms alone: the same kernel with a rotation by zero, into a pool of its own.
-        still = RotaryTable(torch.ones_like(rope.cos[:1]), torch.zeros_like(rope.sin[:1]))
-        blank = PagedKVCache(*cache.key_cache.shape, dtype=cache.key_cache.dtype, device=cache.key_cache.device)
+        still = RotaryTable(torch.ones_like(rotary.rope.cos[:1]), torch.zeros_like(rotary.rope.sin[:1]))
+        norms = self.inner.pack_rotary(replace(rotary, rope=still, data=None))
+        blank = PagedKVCache(*cache.key_cache.shape, dtype=cache.dtype, device=cache.device)
         blank.fill_(float("nan"))
-        query = self.inner.qk_norm_rope_write(
-            qkv.clone(), q_norm, k_norm, still, torch.zeros_like(positions), blank, slot_mapping
-        )
+        query = self.inner.qk_norm_rope_write(qkv.clone(), norms, blank, torch.zeros_like(positions), slot_mapping)
         key, value = self._read_back(blank)
         self._see("q_norm", query)
         self._see("k_norm", key, rows=_same_bits(value, expected_value) & key.isfinite().all(1))
@@ -194,7 +161,7 @@ class LayerObserver(PassThrough):
         # The real call. Values pass through unchanged, so they tell where each token's K and V went.
         self._clear(cache, slot_mapping)
         before = [pool.clone() for pool in (cache.key_cache, cache.value_cache)]
-        result = self.inner.qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out)
+        result = self.inner.qk_norm_rope_write(qkv, rotary, cache, positions, slot_mapping, out=out)
         key, value = self._read_back(cache)
         arrived = _same_bits(value, expected_value) & key.isfinite().all(1)
         self._see("q_rope", result)
@@ -208,7 +175,7 @@ class LayerObserver(PassThrough):
                 _scatter(pool, slot_mapping, self._reference(name))
         return result
 
-    def attention(self, query: Tensor, cache: PagedKVCache, plan: AttentionPlan, **options: Any) -> Tensor:
+    def attention(self, query: Tensor, cache: PagedKVCache, plan: AttentionMetadata, **options: Any) -> Tensor:
         result = self.inner.attention(query, cache, plan, **options)
         self._see("attention", result)
         return self._forced("attention", result)

@@ -14,6 +14,7 @@ from minipaged.kv.address import num_logical_blocks
 from minipaged.model.checkpoint import Checkpoint
 from minipaged.model.config import ModelConfig
 from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model.weights import load_folder
 from minipaged.ops.backend import Backend
 from minipaged.ops.registry import get_backend
 from minipaged.threads import set_threads
@@ -91,7 +92,7 @@ def verify_model(
             peer_paths = [follow(hf, path) for path in paths]
 
     progress("loading the model")
-    model = Qwen3Model.from_folder(folder, kernels, dtype=dtype, device=device, progress=False)
+    model = load_folder(folder, kernels, dtype=dtype, device=device, progress=False)
     report = Report(
         model=str(folder),
         backend=model.backend.name,

@@ -8,7 +8,7 @@ from dense_case import DTYPES, check_gated_linear, check_linear, near, norm64, r
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops import Backend, RMSNorm, RotaryTable, get_backend, write_kv_cache
+from minipaged.ops import Backend, QKNormRoPE, RMSNorm, RotaryTable, get_backend, write_kv_cache
 
 
 @pytest.fixture
@@ -70,35 +70,37 @@ def test_c25_fp16_norm_does_not_overflow(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [True, False], ids=["QK-norm", "no norm"])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 16), (6, 1, 24), (12, 3, 128)])
 def test_qk_norm_rope_write(
-    backend: Backend, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+    backend: Backend, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, normed: bool
 ) -> None:
     """Against the reference back end in float64; V untouched; -1 and slots outside the pool (C20) are not written."""
     rows, positions = 5, torch.tensor([3, 0, 40, 41, 7])
     qkv = randn(rows, (num_heads + 2 * num_kv_heads) * head_dim + 16).to(dtype)[:, :-16]
     angles = torch.arange(64.0)[:, None] * 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    rope = RotaryTable(angles.cos(), angles.sin())
     q_norm, k_norm = (RMSNorm(randn(head_dim, seed=s).to(dtype), eps) for s, eps in ((1, 1e-6), (2, 1e-2)))
+    norms = (q_norm, k_norm) if normed else (None, None)
+    rotary = QKNormRoPE(*norms, RotaryTable(angles.cos(), angles.sin()), num_heads, num_kv_heads)
     slots = torch.tensor([9, 2, -1, 0, 7])
 
     exact = PagedKVCache(4, num_kv_heads, 3, head_dim, dtype=dtype)
     exact.fill_(torch.nan)
-    wanted = get_backend("reference").qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, exact, slots)
+    wanted = get_backend("reference").qk_norm_rope_write(qkv, rotary, exact, positions, slots)
     cache = PagedKVCache(4, num_kv_heads, 3, head_dim, dtype=dtype)
     cache.fill_(torch.nan)
     out = torch.full((rows, num_heads, head_dim), torch.nan, dtype=dtype)
-    assert backend.qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slots, out=out) is out
+    assert backend.qk_norm_rope_write(qkv, rotary, cache, positions, slots, out=out) is out
     assert near(out, wanted)
     assert torch.equal(cache.key_cache.isnan(), exact.key_cache.isnan())
     assert near(cache.key_cache.nan_to_num(9), exact.key_cache.nan_to_num(9))
     assert torch.equal(cache.value_cache.nan_to_num(9), exact.value_cache.nan_to_num(9))
 
     before = cache.key_cache.clone(), cache.value_cache.clone()
-    backend.qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, torch.tensor([12, -2, -1, 999, -(2**40)]))
+    backend.qk_norm_rope_write(qkv, rotary, cache, positions, torch.tensor([12, -2, -1, 999, -(2**40)]))
     for tensor, old in zip((cache.key_cache, cache.value_cache), before, strict=True):
         assert torch.equal(tensor.nan_to_num(9), old.nan_to_num(9))
-    assert backend.qk_norm_rope_write(qkv[:0], q_norm, k_norm, rope, positions[:0], cache, slots[:0]).shape[0] == 0
+    assert backend.qk_norm_rope_write(qkv[:0], rotary, cache, positions[:0], slots[:0]).shape[0] == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,7 +129,7 @@ def test_kernels_that_write_skip_what_lies_outside() -> None:
     write_launch(key, key, cache, slots).run()
     norm, rope = RMSNorm(torch.ones(24), 1e-6), RotaryTable(torch.ones(1, 12), torch.zeros(1, 12))
     qkv, positions = randn(4, 9 * 24), torch.zeros(4, dtype=torch.int64)
-    get_backend("triton").qk_norm_rope_write(qkv, norm, norm, rope, positions, cache, slots)
+    get_backend("triton").qk_norm_rope_write(qkv, QKNormRoPE(norm, norm, rope, 3, 3), cache, positions, slots)
     assert (around[0] == 0).all()
     assert (around[1] == 0).all()
 

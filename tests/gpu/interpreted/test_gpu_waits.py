@@ -23,8 +23,8 @@ from minipaged.engine.config import EngineConfig
 from minipaged.engine.engine import Engine
 from minipaged.kv import KVBlockManager, PagedKVCache
 from minipaged.model.config import ModelConfig
-from minipaged.model.qwen3 import Qwen3Model
 from minipaged.model.random_weights import RandomWeights
+from minipaged.model.weights import load_model
 from minipaged.ops import transfer
 from minipaged.ops.triton.backend import TritonBackend
 from minipaged.ops.triton.kernels.launch import Launch
@@ -149,8 +149,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def make_engine() -> Engine:
     backend = TritonBackend()
     weights = RandomWeights(CONFIG, dtype=torch.float32)
-    model = Qwen3Model.load(
-        CONFIG, weights, backend, dtype=torch.float32, device=META, max_model_len=64, max_tokens=17, progress=False
+    model = load_model(
+        CONFIG,
+        weights,
+        backend,
+        activation_dtype=torch.float32,
+        device=META,
+        max_model_len=64,
+        max_tokens=17,
+        progress=False,
     )
     warm_up(model, num_tokens=17, num_seqs=8, block_size=4)
     caches = [PagedKVCache(64, 2, 4, 16, dtype=torch.float32, device=META) for _ in range(2)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minipaged.ops.backend import AttentionBatch
+from minipaged.ops.backend import AttentionBatch, QKNormRoPE
 
 if TYPE_CHECKING:
     from minipaged.kv.paged_cache import PagedKVCache
@@ -28,7 +28,8 @@ EMBED = struct.Struct("PPqPqq")
 LINEAR = struct.Struct("PPqqPdPqPqqq")
 RMS_NORM = struct.Struct("PqqqPdPqqq")
 CACHE = struct.Struct("PPqqqqqqqqqqq")
-ROPE_WRITE = struct.Struct("PqqqPPddPPqPPPPqq")
+ROPE_TOKENS, ROPE_LAYER, ROPE_PLACES = struct.Struct("Pqq"), struct.Struct("qPPddPPq"), struct.Struct("PPPPqq")
+"""mp_rope_write in three parts, one after the other: the middle one belongs to a layer and is packed once."""
 BATCH = struct.Struct("PqqPPq")
 PROBE = struct.Struct("PqqqP")
 ATTENTION = struct.Struct("PPPqqqPqqdq")
@@ -40,11 +41,19 @@ class CacheStruct:
 
     header: ctypes.Array[ctypes.c_char]
     address: int
-    key_pointer: int
-    value_pointer: int
+    pointers: tuple[int, int]
     dtype: torch.dtype
-    num_kv_heads: int
-    head_dim: int
+    shape: tuple[int, int]  # kv heads, head_dim
+
+
+@dataclass(slots=True)
+class RotaryStruct:
+    """One layer's constants as C++ sees them, by the type of the computation, and the memory that they point to."""
+
+    parts: dict[torch.dtype, bytes]
+    num_heads: int
+    shape: tuple[int, int]  # kv heads, head_dim
+    memory: list[Tensor]
 
 
 @dataclass(slots=True)
@@ -62,11 +71,29 @@ def describe_cache(cache: PagedKVCache) -> CacheStruct | None:
     blocks, heads, block_size, dim = key.shape
     if key.dtype not in TYPES or dim % 8 or not 8 <= dim <= 256 or key.stride(3) != 1 or value.stride(3) != 1:
         return None
+    pointers = key.data_ptr(), value.data_ptr()
     strides = key.stride()[:3] + value.stride()[:3]
     header = ctypes.create_string_buffer(
-        CACHE.pack(key.data_ptr(), value.data_ptr(), *strides, blocks, heads, block_size, dim, TYPES[key.dtype])
+        CACHE.pack(*pointers, *strides, blocks, heads, block_size, dim, TYPES[key.dtype])
     )
-    return CacheStruct(header, ctypes.addressof(header), key.data_ptr(), value.data_ptr(), key.dtype, heads, dim)
+    return CacheStruct(header, ctypes.addressof(header), pointers, key.dtype, (heads, dim))
+
+
+def bind_rotary(rotary: QKNormRoPE) -> RotaryStruct:
+    """A layer's constants with the addresses of its norms and tables. ValueError without norms: no kernel does that."""
+    if rotary.q_norm is None or rotary.k_norm is None:
+        raise ValueError(
+            "the kernels of back end 'cpu' normalise queries and keys; without QK-norm, backend='torch' can"
+        )
+    tables = [as_flat(table, torch.float32) for table in (rotary.rope.cos, rotary.rope.sin)]
+    memory, parts = tables, {}
+    for dtype in TYPES:
+        weights = [as_flat(norm.weight, dtype) for norm in (rotary.q_norm, rotary.k_norm)]
+        pointers = [tensor.data_ptr() for tensor in (*weights, *tables)]
+        eps = rotary.q_norm.eps, rotary.k_norm.eps
+        parts[dtype] = ROPE_LAYER.pack(rotary.num_heads, *pointers[:2], *eps, *pointers[2:], len(tables[0]))
+        memory = memory + weights
+    return RotaryStruct(parts, rotary.num_heads, (rotary.num_kv_heads, rotary.head_dim), memory)
 
 
 def bind_batch(batch: AttentionBatch) -> tuple[AttentionBatch, BatchStruct]:

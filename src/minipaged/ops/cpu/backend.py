@@ -1,35 +1,41 @@
 """Back end "cpu": the C++ kernels of `native/`, called through ctypes (which releases the interpreter lock).
 
 Logits are bit-identical whatever the batch: every output element is one chain of operations in a fixed order
-(`batch_invariant`). bfloat16 and float32 are supported. Each call packs its arguments into one small struct; the
-layouts are in `native_arguments`, packed weights in `native_weights`.
+(`batch_invariant`). bfloat16 and float32 are supported. What outlives a call (weights, a layer's constants, a cache) is
+bound to its addresses once; each call packs the rest into one small struct. Layouts: `arguments`; weights: `weights`.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from minipaged.errors import BackendUnavailableError
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.backend import AttentionBatch, AttentionMetadata, Backend, PackedLinear, QKNormRoPE, RMSNorm
 from minipaged.ops.cpu.arguments import (
     ATTENTION,
     EMBED,
     LINEAR,
     RMS_NORM,
-    ROPE_WRITE,
+    ROPE_PLACES,
+    ROPE_TOKENS,
     TYPES,
+    BatchStruct,
     CacheStruct,
+    RotaryStruct,
     as_flat,
     as_rows,
     bind_batch,
+    bind_rotary,
     describe_cache,
 )
-from minipaged.ops.cpu.library import check, huge_page_tensor, instruction_sets, load_library, unavailable_reason
+from minipaged.ops.cpu.library import check, instruction_sets, load_library, unavailable_reason
 from minipaged.ops.cpu.probes import NativeProbes
 from minipaged.ops.cpu.weights import WeightStruct, pack
 from minipaged.ops.torch.backend import TorchBackend
@@ -37,11 +43,18 @@ from minipaged.ops.torch.backend import TorchBackend
 if TYPE_CHECKING:
     from minipaged.kv.paged_cache import PagedKVCache
 
+__all__ = ["ISA_VARIABLE", "NativeBackend", "unavailable_reason"]
+
 ISA_VARIABLE = "MINIPAGED_CPU_ISA"
 
 
 class NativeBackend(Backend):
-    """Kernels in C++. `isa`, or the environment variable MINIPAGED_CPU_ISA, picks an instruction set by name."""
+    """Kernels in C++. `isa`, or the environment variable MINIPAGED_CPU_ISA, picks an instruction set by name.
+
+    They compute in the type of the weight or of the cache, which holds more digits than what it is computed with. Where
+    it holds less (float32 queries on a bfloat16 cache), and for float16, odd head dimensions and negative scales, the
+    torch back end serves: last bits then depend on the batch.
+    """
 
     name = "cpu"
     batch_invariant = True
@@ -62,7 +75,6 @@ class NativeBackend(Backend):
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self.threads = threads or torch.get_num_threads()
-        self._torch: TorchBackend | None = None
         self._caches: weakref.WeakKeyDictionary[PagedKVCache, CacheStruct] = weakref.WeakKeyDictionary()
         # Bound once: a lookup in the ctypes structure builds a new function object each time.
         self._linear, self._attention = self._kernels.linear, self._kernels.attention
@@ -94,232 +106,178 @@ class NativeBackend(Backend):
     ) -> Tensor:
         """act(norm(x) @ weight.T + bias) + residual, rounded once. `out` may be float32 where weights are bfloat16."""
         data: WeightStruct = w.data
-        rows, features = x.shape
-        width = w.out_features // 2 if w.gated else w.out_features
-        if features != w.in_features or w.gated != (act == "silu_mul"):
-            raise ValueError(f"x has {features} features, the weight {w.in_features}; gated={w.gated} with act={act!r}")
-        if out is None:
-            out = torch.empty((rows, width), dtype=x.dtype)
-        elif out.shape != (rows, width):
-            raise ValueError(f"out has shape {tuple(out.shape)}, needed {(rows, width)}")
+        if x.shape[1] != w.in_features or w.gated != (act == "silu_mul"):
+            raise ValueError(
+                f"x is {list(x.shape)}, the weight takes {w.in_features}; gated={w.gated} with act={act!r}"
+            )
+        wanted = x.dtype if out is None else out.dtype
+        result = _target(out, (x.shape[0], data.outputs), wanted if wanted in TYPES else data.dtype)
         x = as_rows(x, data.dtype)
-        result = out if out.stride(1) == 1 and out.dtype in TYPES else torch.empty((rows, width), dtype=data.dtype)
-        weight = None if norm is None else as_rows(norm.weight, data.dtype)
+        scale, eps, added, stride = 0, 0.0, 0, 0
+        if norm is not None:
+            weight = as_rows(norm.weight, data.dtype)
+            scale, eps = weight.data_ptr(), norm.eps
         if residual is not None:
-            if residual.shape != out.shape:
-                raise ValueError(f"residual has shape {tuple(residual.shape)}, needed {(rows, width)}")
+            if residual.shape != result.shape:
+                raise ValueError(f"residual has shape {tuple(residual.shape)}, needed {tuple(result.shape)}")
             residual = as_rows(residual, result.dtype)
+            added, stride = residual.data_ptr(), residual.stride(0)
         code = self._linear(
             LINEAR.pack(
+                data.address, x.data_ptr(), x.stride(0), x.shape[0], scale, eps, added, stride,
+                result.data_ptr(), result.stride(0), TYPES[result.dtype], self.threads,
+            )
+        )  # fmt: skip
+        if code:
+            check(code)
+        return _given(result, out, wanted)
+
+    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+        """Rows of a packed, ungated weight."""
+        data: WeightStruct = w.data
+        if w.gated or token_ids.dtype != torch.int64 or token_ids.dim() != 1:
+            raise TypeError(
+                f"token_ids must be int64 [T], are {token_ids.dtype} {list(token_ids.shape)}; gated={w.gated}"
+            )
+        token_ids = token_ids.contiguous()
+        result = _target(out, (token_ids.shape[0], w.in_features), data.dtype)
+        code = self._embed(
+            EMBED.pack(
                 data.address,
-                x.data_ptr(),
-                x.stride(0),
-                rows,
-                0 if weight is None else weight.data_ptr(),
-                0.0 if norm is None else norm.eps,
-                0 if residual is None else residual.data_ptr(),
-                0 if residual is None else residual.stride(0),
+                token_ids.data_ptr(),
+                token_ids.shape[0],
                 result.data_ptr(),
                 result.stride(0),
-                TYPES[result.dtype],
                 self.threads,
             )
         )
         if code:
             check(code)
-        return out if result is out else out.copy_(result)
-
-    def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
-        """Rows of a packed, ungated weight."""
-        data: WeightStruct = w.data
-        if w.gated:
-            raise ValueError("a gated weight has no embedding rows")
-        if token_ids.dtype != torch.int64 or token_ids.dim() != 1:
-            raise TypeError(f"token_ids must be int64 [T], not {token_ids.dtype} {tuple(token_ids.shape)}")
-        token_ids = token_ids.contiguous()
-        count = token_ids.shape[0]
-        direct = out is not None and out.dtype == data.dtype and out.stride(1) == 1
-        result = out if out is not None and direct else torch.empty((count, w.in_features), dtype=data.dtype)
-        if result.shape != (count, w.in_features):
-            raise ValueError(f"out has shape {tuple(result.shape)}, needed {(count, w.in_features)}")
-        check(
-            self._embed(
-                EMBED.pack(data.address, token_ids.data_ptr(), count, result.data_ptr(), result.stride(0), self.threads)
-            )
-        )
-        return result if out is None or direct else out.copy_(result)
+        return _given(result, out, data.dtype)
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dimension, any leading dimensions."""
-        size = x.shape[-1]
         if x.dtype not in TYPES:
-            return self._other().rms_norm(x, norm, out=out)
-        rows = as_rows(x.reshape(-1, size), x.dtype)
-        weight = as_rows(norm.weight, x.dtype)
-        direct = out is not None and out.dtype == x.dtype and out.dim() == 2 and out.stride(1) == 1
-        result = out if out is not None and direct else torch.empty(rows.shape, dtype=x.dtype)
-        if out is not None and out.shape != x.shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(x.shape)}")
-        check(
-            self._rms_norm(
-                RMS_NORM.pack(
-                    rows.data_ptr(),
-                    rows.stride(0),
-                    rows.shape[0],
-                    size,
-                    weight.data_ptr(),
-                    norm.eps,
-                    result.data_ptr(),
-                    result.stride(0),
-                    TYPES[x.dtype],
-                    self.threads,
-                )
+            return self._other.rms_norm(x, norm, out=out)
+        rows, weight = as_rows(x.reshape(-1, x.shape[-1]), x.dtype), as_rows(norm.weight, x.dtype)
+        result = _target(out if x.dim() == 2 else None, tuple(rows.shape), x.dtype)
+        code = self._rms_norm(
+            RMS_NORM.pack(
+                rows.data_ptr(), rows.stride(0), *rows.shape, weight.data_ptr(), norm.eps,
+                result.data_ptr(), result.stride(0), TYPES[x.dtype], self.threads,
             )
-        )
-        if out is None:
-            return result.view(x.shape)
-        return out if direct else out.copy_(result.view(x.shape))
+        )  # fmt: skip
+        if code:
+            check(code)
+        return result if result is out else _given(result.view(x.shape), out, x.dtype)
+
+    def pack_rotary(self, rotary: QKNormRoPE) -> QKNormRoPE:
+        """Bind the addresses of a layer's constants. ValueError without norms."""
+        return replace(rotary, data=bind_rotary(rotary))
 
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend`. Slots outside the pool are skipped, as -1 is; the engine checks them where it builds them."""
-        c = self._cache(cache)
+        c = self._cache(cache, qkv.dtype)
         if c is None:
-            return self._other().qk_norm_rope_write(qkv, q_norm, k_norm, rope, positions, cache, slot_mapping, out=out)
-        tokens, features = qkv.shape
-        heads = features // c.head_dim - 2 * c.num_kv_heads
-        shape = (tokens, heads, c.head_dim)
-        if heads <= 0 or features % c.head_dim:
-            raise ValueError(f"qkv has {features} features: not (Hq + 2 * {c.num_kv_heads}) heads of {c.head_dim}")
-        if positions.shape[0] != tokens or slot_mapping.shape[0] != tokens:
-            raise ValueError(f"{tokens} tokens, but {positions.shape[0]} positions and {slot_mapping.shape[0]} slots")
-        if out is not None and out.shape != shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}, needed {shape}")
-        qkv = as_rows(qkv, c.dtype)
-        q_weight, k_weight = as_rows(q_norm.weight, c.dtype), as_rows(k_norm.weight, c.dtype)
-        cos, sin = as_flat(rope.cos, torch.float32), as_flat(rope.sin, torch.float32)
-        if cos.shape[1] != c.head_dim // 2 or sin.shape != cos.shape:
+            return self._other.qk_norm_rope_write(qkv, rotary, cache, positions, slot_mapping, out=out)
+        layer: RotaryStruct = rotary.data
+        (tokens, features), (kv_heads, dim) = qkv.shape, layer.shape
+        if c.shape != layer.shape or features != (layer.num_heads + 2 * kv_heads) * dim:
             raise ValueError(
-                f"rotary tables {tuple(cos.shape)} and {tuple(sin.shape)} do not fit head_dim {c.head_dim}"
+                f"qkv {list(qkv.shape)} and a cache of {c.shape} heads of D do not fit a layer of {layer.shape}"
             )
-        if not q_weight.shape == k_weight.shape == (c.head_dim,):
-            raise ValueError(
-                f"norm weights {tuple(q_weight.shape)} and {tuple(k_weight.shape)} do not fit head_dim {c.head_dim}"
-            )
+        if not tokens == positions.shape[0] == slot_mapping.shape[0]:
+            raise ValueError(f"{tokens} tokens, {positions.shape[0]} positions and {slot_mapping.shape[0]} slots")
+        query = _target(out, (tokens, layer.num_heads, dim), c.dtype)
+        given, qkv = qkv.dtype, as_rows(qkv, c.dtype)
         positions, slot_mapping = as_flat(positions, torch.int64), as_flat(slot_mapping, torch.int64)
-        direct = out is not None and out.dtype == c.dtype and out.stride(2) == 1 and out.stride(1) == c.head_dim
-        query = out if out is not None and direct else torch.empty(shape, dtype=c.dtype)
+        places = positions.data_ptr(), slot_mapping.data_ptr(), c.address, query.data_ptr(), query.stride(0)
         code = self._rope_write(
-            ROPE_WRITE.pack(
-                qkv.data_ptr(),
-                qkv.stride(0),
-                tokens,
-                heads,
-                q_weight.data_ptr(),
-                k_weight.data_ptr(),
-                q_norm.eps,
-                k_norm.eps,
-                cos.data_ptr(),
-                sin.data_ptr(),
-                cos.shape[0],
-                positions.data_ptr(),
-                slot_mapping.data_ptr(),
-                c.address,
-                query.data_ptr(),
-                query.stride(0),
-                self.threads,
-            )
+            ROPE_TOKENS.pack(qkv.data_ptr(), qkv.stride(0), tokens)
+            + layer.parts[c.dtype]
+            + ROPE_PLACES.pack(*places, self.threads)
         )
         if code:
             check(code)
-        return query if out is None or direct else out.copy_(query)
+        return _given(query, out, given)
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Bind the addresses of a step's batch; the tensors must stay alive and unchanged until the step ends."""
-        kept, data = bind_batch(batch)
-        return AttentionPlan(kept, data)
+        return AttentionMetadata(*bind_batch(batch))
 
     def attention(
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal paged attention; see `Backend`. The result's rows lie 64 bytes further apart than their length."""
-        c, b = self._cache(cache), plan.data
-        if c is None or query.dtype != c.dtype or (scale is not None and scale < 0):
-            other = self._other()
-            return other.attention(query, cache, other.plan(plan.batch), scale=scale, out=out)
+        c = self._cache(cache, query.dtype)
+        if c is None or (scale is not None and scale < 0):
+            return self._other.attention(query, cache, self._other.plan(plan.batch), scale=scale, out=out)
+        b: BatchStruct = plan.data
         tokens, heads, dim = query.shape
-        if dim != c.head_dim or heads < 1 or heads % c.num_kv_heads or tokens < b.tokens:
+        if dim != c.shape[1] or heads < 1 or heads % c.shape[0] or tokens < b.tokens:
             raise ValueError(
-                f"query {tuple(query.shape)} does not fit: the cache has {c.num_kv_heads} heads of {c.head_dim}, "
-                f"the batch {b.tokens} tokens"
+                f"query {list(query.shape)} does not fit a cache of {c.shape} heads of D, {b.tokens} tokens"
             )
-        if scale is None:
-            scale = dim**-0.5
+        given = query.dtype
         if out is None:
-            stride = heads * dim + self.row_padding_bytes // query.dtype.itemsize
-            out = torch.empty((tokens, stride), dtype=query.dtype).as_strided((tokens, heads, dim), (stride, dim, 1))
-        elif out.shape != query.shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}, needed {tuple(query.shape)}")
-        query = as_rows(query, c.dtype)
-        result = out if out.dtype == c.dtype and out.stride(2) == 1 else torch.empty(query.shape, dtype=c.dtype)
+            stride = heads * dim + self.row_padding_bytes // given.itemsize
+            out = torch.empty((tokens, stride), dtype=given).as_strided((tokens, heads, dim), (stride, dim, 1))
+        query, scale = as_rows(query, c.dtype), dim**-0.5 if scale is None else scale
+        result = _target(out, (tokens, heads, dim), c.dtype)
         code = self._attention(
             ATTENTION.pack(
-                b.address,
-                c.address,
-                query.data_ptr(),
-                query.stride(0),
-                query.stride(1),
-                heads,
-                result.data_ptr(),
-                result.stride(0),
-                result.stride(1),
-                scale,
-                self.threads,
+                b.address, c.address, query.data_ptr(), query.stride(0), query.stride(1), heads,
+                result.data_ptr(), result.stride(0), result.stride(1), scale, self.threads,
             )
-        )
+        )  # fmt: skip
         if code:
             check(code)
-        return out if result is out else out.copy_(result)
+        return _given(result, out, given)
 
+    @cached_property
     def _other(self) -> TorchBackend:
-        """For what the kernels do not do: float16 or mixed types, odd head dimensions, negative scales."""
-        if self._torch is None:
-            self._torch = TorchBackend()
-        return self._torch
+        """For what the kernels do not do."""
+        return TorchBackend()
 
-    def _cache(self, cache: PagedKVCache) -> CacheStruct | None:
-        """The C struct of a cache, made once and again only if its memory moved; None if no kernel takes it."""
+    def _cache(self, cache: PagedKVCache, dtype: torch.dtype) -> CacheStruct | None:
+        """The C struct of a cache, made once and again only if its memory moved; None if no kernel takes it, or if its
+        type cannot hold what is computed in `dtype`."""
         known = self._caches.get(cache)
-        key, value = cache.key_cache, cache.value_cache
-        if known is not None and known.key_pointer == key.data_ptr() and known.value_pointer == value.data_ptr():
-            return known
-        described = describe_cache(cache)
-        if described is not None:
-            self._caches[cache] = described
-        return described
+        if known is None or known.pointers != (cache.key_cache.data_ptr(), cache.value_cache.data_ptr()):
+            known = describe_cache(cache)
+            if known is None:
+                return None
+            self._caches[cache] = known
+        return known if dtype == known.dtype or torch.promote_types(dtype, known.dtype) == known.dtype else None
 
 
-__all__ = [
-    "ISA_VARIABLE",
-    "NativeBackend",
-    "huge_page_tensor",
-    "instruction_sets",
-    "load_library",
-    "unavailable_reason",
-]
+def _target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Where a kernel writes: `out` if it can (rows may lie apart, each is dense), else fresh memory."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype)
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}, needed {shape}")
+    dense = out.stride(-1) == 1 and (len(shape) == 2 or out.stride(1) == shape[2])
+    return out if dense and out.dtype == dtype else torch.empty(shape, dtype=dtype)
+
+
+def _given(result: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What the caller is given: `out`, filled, or else the result in `dtype`."""
+    if result is out:
+        return result
+    return result.to(dtype) if out is None else out.copy_(result)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minipaged.ops.backend import PackedLinear
+from minipaged.ops.backend import PackedLinear, dtype_name
 from minipaged.ops.cpu.arguments import PACK, TYPES, WEIGHT
 from minipaged.ops.cpu.library import check, huge_page_tensor, load_library
 
@@ -23,6 +23,7 @@ class WeightStruct:
     header: ctypes.Array[ctypes.c_char]
     address: int
     dtype: torch.dtype
+    outputs: int  # of a linear: half as many as rows if gated
     memory: Tensor  # owned here, read by C++
     bias: Tensor | None
 
@@ -50,7 +51,8 @@ def pack(
     )
     address = ctypes.addressof(header)
     check(kernel(PACK.pack(address, weight.data_ptr(), weight.stride(0), threads)))
-    return PackedLinear(in_features, out_features, gated, WeightStruct(header, address, weight.dtype, memory, columns))
+    data = WeightStruct(header, address, weight.dtype, out_features // (2 if gated else 1), memory, columns)
+    return PackedLinear(in_features, out_features, gated, dtype_name(weight.dtype), data)
 
 
 def _packed_columns(bias: Tensor, gated: bool) -> Tensor:

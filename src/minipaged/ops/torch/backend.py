@@ -9,10 +9,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
+from minipaged.ops.backend import (
+    AttentionBatch,
+    AttentionMetadata,
+    Backend,
+    PackedLinear,
+    QKNormRoPE,
+    RMSNorm,
+    Scratch,
+    dtype_name,
+)
 from minipaged.ops.torch.attention import PagedAttention, StepRows
 from minipaged.ops.torch.linear import TorchWeight
-from minipaged.ops.torch.scratch import Scratch
 
 
 class TorchBackend(Backend):
@@ -36,7 +44,9 @@ class TorchBackend(Backend):
         gated: bool = False,
         use: Literal["linear", "embed", "both"] = "linear",
     ) -> PackedLinear:
-        return PackedLinear(weight.shape[1], weight.shape[0], gated, TorchWeight.load(weight, bias, use=use))
+        out_features, in_features = weight.shape
+        data = TorchWeight.load(weight, bias, use=use)
+        return PackedLinear(in_features, out_features, gated, dtype_name(weight.dtype), data)
 
     def linear(
         self,
@@ -86,23 +96,21 @@ class TorchBackend(Backend):
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        d, num_kv_heads = cache.head_dim, cache.num_kv_heads
-        heads = qkv.view(qkv.shape[0], qkv.shape[1] // d, d)  # q heads, then k heads, then v heads
-        q, k, v = heads[:, : -2 * num_kv_heads], heads[:, -2 * num_kv_heads : -num_kv_heads], heads[:, -num_kv_heads:]
-        cos = rope.cos.index_select(0, positions).unsqueeze(1)
-        sin = rope.sin.index_select(0, positions).unsqueeze(1)
-        key = self._rotated("key", self.rms_norm(k, k_norm), cos, sin)
+        q, k, v = rotary.split(qkv)
+        if rotary.q_norm is not None and rotary.k_norm is not None:
+            q, k = self.rms_norm(q, rotary.q_norm), self.rms_norm(k, rotary.k_norm)
+        cos = rotary.rope.cos.index_select(0, positions).unsqueeze(1)
+        sin = rotary.rope.sin.index_select(0, positions).unsqueeze(1)
+        key = self._rotated("key", k, cos, sin)
         self.write_kv(key, v, cache, slot_mapping)
-        query = self._rotated("query", self.rms_norm(q, q_norm), cos, sin)
+        query = self._rotated("query", q, cos, sin)
         return query.to(qkv.dtype, copy=True) if out is None else out.copy_(query)
 
     def _rotated(self, name: str, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,14 +123,14 @@ class TorchBackend(Backend):
         torch.mul(second, cos, out=out_second).addcmul_(first, sin)
         return rotated
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
-        return AttentionPlan(batch, StepRows.of(batch))
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
+        return AttentionMetadata(batch, StepRows.of(batch))
 
     def attention(
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,

@@ -15,8 +15,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import AttentionBatch, AttentionPlan, Backend, PackedLinear, RMSNorm, RotaryTable
-from minipaged.ops.torch.scratch import Scratch
+from minipaged.ops.backend import (
+    AttentionBatch,
+    AttentionMetadata,
+    Backend,
+    PackedLinear,
+    QKNormRoPE,
+    RMSNorm,
+    Scratch,
+    dtype_name,
+)
 from minipaged.ops.triton.kernels import cache_write, decode_attention, dense, varlen_attention
 from minipaged.ops.triton.kernels.decode_attention import DecodeRows, splits_of
 from minipaged.ops.triton.kernels.launch import INTERPRETED, TYPES, rows_contiguous
@@ -70,10 +78,9 @@ class TritonBackend(Backend):
         gated: bool = False,
         use: Literal["linear", "embed", "both"] = "linear",
     ) -> PackedLinear:
-        weight = weight.detach().contiguous()
-        return PackedLinear(
-            weight.shape[1], weight.shape[0], gated, (weight, None if bias is None else bias.detach().contiguous())
-        )
+        out_features, in_features = weight.shape
+        data = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        return PackedLinear(in_features, out_features, gated, dtype_name(weight.dtype), data)
 
     def linear(
         self,
@@ -119,20 +126,16 @@ class TritonBackend(Backend):
     def qk_norm_rope_write(
         self,
         qkv: Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
-        rope: RotaryTable,
-        positions: Tensor,
+        rotary: QKNormRoPE,
         cache: PagedKVCache,
+        positions: Tensor,
         slot_mapping: Tensor,
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-        query = qkv.new_empty(qkv.shape[0], heads, cache.head_dim) if out is None else out
-        dense.qk_norm_rope_write_launch(
-            rows_contiguous(qkv), q_norm, k_norm, rope, positions, cache, slot_mapping, query
-        ).run()
+        query = qkv.new_empty(qkv.shape[0], rotary.num_heads, rotary.head_dim) if out is None else out
+        qkv = rows_contiguous(qkv)
+        dense.qk_norm_rope_write_launch(qkv, rotary, cache, positions, slot_mapping, query).run()
         return query
 
     # ---- the cache
@@ -157,7 +160,7 @@ class TritonBackend(Backend):
 
     # ---- attention
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """No look at the device: which kernel serves which rows follows from numbers that the host knows."""
         num_rows = batch.seq_lens.shape[0]
         single = num_rows if batch.max_query_len <= 1 else batch.num_decode_rows
@@ -173,13 +176,13 @@ class TritonBackend(Backend):
             varlen = VarlenRows(
                 batch.block_tables[single:], batch.seq_lens[single:], batch.query_start_loc[single:], single
             )
-        return AttentionPlan(batch, _StepRows(decode, varlen))
+        return AttentionMetadata(batch, _StepRows(decode, varlen))
 
     def attention(
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,

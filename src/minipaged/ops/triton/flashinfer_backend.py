@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import AttentionBatch, AttentionPlan
+from minipaged.ops.backend import AttentionBatch, AttentionMetadata
 from minipaged.ops.transfer import fetch, upload
 from minipaged.ops.triton import backend as triton_backend
 from minipaged.ops.triton.backend import TritonBackend
@@ -63,7 +63,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepPages:
-    triton: AttentionPlan  # for shapes that FlashInfer does not know
+    triton: AttentionMetadata  # for shapes that FlashInfer does not know
     batch: AttentionBatch
     pages: dict[tuple[int, str], Pages | None]  # by block size and kind; made when the first layer asks
     lens: np.ndarray[Any, Any]
@@ -84,18 +84,18 @@ class FlashInferBackend(TritonBackend):
         self._planned: dict[int, tuple[Any, ...]] = {}  # wrapper -> what it was planned for last
         self._workspaces: dict[torch.device, Tensor] = {}
 
-    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+    def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Waits for the lengths, which FlashInfer needs on the host."""
         both = fetch(torch.cat([batch.seq_lens.int(), batch.query_start_loc.int()]))
         count = batch.seq_lens.shape[0]
         step = _StepPages(super().plan(batch), batch, {}, both[:count], both[count:])
-        return AttentionPlan(batch, step)
+        return AttentionMetadata(batch, step)
 
     def attention(
         self,
         query: Tensor,
         cache: PagedKVCache,
-        plan: AttentionPlan,
+        plan: AttentionMetadata,
         *,
         scale: float | None = None,
         out: Tensor | None = None,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import RMSNorm, RotaryTable
+from minipaged.ops.backend import QKNormRoPE, RMSNorm
 from minipaged.ops.triton.kernels.cache_write import cache_strides
 from minipaged.ops.triton.kernels.launch import Launch, block_of
 
@@ -53,7 +53,7 @@ def qk_norm_rope_write_kernel(
     key_block, key_kv_head, key_slot, value_block, value_kv_head, value_slot,
     q_eps, k_eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, heads / HEADS). A token's heads are q, then k, then v: q and k are normalised and rotated, v passes.
 
@@ -73,15 +73,16 @@ def qk_norm_rope_write_kernel(
     second = tl.load(at + half, mask=inside, other=0.0)
 
     a, b = first.to(tl.float32), second.to(tl.float32)
-    mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1))[:, None] / HEAD_DIM
-    inverse = 1.0 / tl.sqrt(mean + tl.where(is_q, q_eps, k_eps))
-    q_first = tl.load(q_weight + i, mask=in_half, other=0.0).to(tl.float32)
-    q_second = tl.load(q_weight + half + i, mask=in_half, other=0.0).to(tl.float32)
-    k_first = tl.load(k_weight + i, mask=in_half, other=0.0).to(tl.float32)
-    k_second = tl.load(k_weight + half + i, mask=in_half, other=0.0).to(tl.float32)
-    a = (a * inverse).to(first.dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
-    b = (b * inverse).to(first.dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
-    a, b = a.to(first.dtype).to(tl.float32), b.to(first.dtype).to(tl.float32)
+    if NORMED:
+        mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1))[:, None] / HEAD_DIM
+        inverse = 1.0 / tl.sqrt(mean + tl.where(is_q, q_eps, k_eps))
+        q_first = tl.load(q_weight + i, mask=in_half, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight + half + i, mask=in_half, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight + i, mask=in_half, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight + half + i, mask=in_half, other=0.0).to(tl.float32)
+        a = (a * inverse).to(first.dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
+        b = (b * inverse).to(first.dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
+        a, b = a.to(first.dtype).to(tl.float32), b.to(first.dtype).to(tl.float32)
 
     position = tl.load(positions + token).to(tl.int64)
     c = tl.load(cos + position * cos_row + i, mask=in_half, other=0.0)
@@ -127,31 +128,28 @@ def silu_mul_launch(gate_up: Tensor, out: Tensor) -> Launch:
 
 
 def qk_norm_rope_write_launch(
-    qkv: Tensor,
-    q_norm: RMSNorm,
-    k_norm: RMSNorm,
-    rope: RotaryTable,
-    positions: Tensor,
-    cache: PagedKVCache,
-    slots: Tensor,
-    query: Tensor,
+    qkv: Tensor, rotary: QKNormRoPE, cache: PagedKVCache, positions: Tensor, slots: Tensor, query: Tensor
 ) -> Launch:
     """qkv [T, (Hq + 2 Hkv) D] with dense rows -> query [T, Hq, D] and the cache; slots outside the pool are skipped."""
-    num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
-    all_heads = num_heads + 2 * cache.num_kv_heads
+    all_heads = rotary.num_heads + 2 * rotary.num_kv_heads
+    rope, q_norm, k_norm = rotary.rope, rotary.q_norm, rotary.k_norm
+    # Without norms, the addresses of their weights are not looked at.
+    q_weight, q_eps = (q_norm.weight, q_norm.eps) if q_norm is not None else (rope.cos, 0.0)
+    k_weight, k_eps = (k_norm.weight, k_norm.eps) if k_norm is not None else (rope.cos, 0.0)
     return Launch(
         qk_norm_rope_write_kernel,
         (qkv.shape[0], -(-all_heads // HEADS)),
         {
-            "qkv": qkv, "q_weight": q_norm.weight, "k_weight": k_norm.weight, "cos": rope.cos, "sin": rope.sin,
+            "qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "cos": rope.cos, "sin": rope.sin,
             "positions": positions, "slots": slots, "num_slots": cache.num_slots, "query": query,
             "key_cache": cache.key_cache, "value_cache": cache.value_cache,
             "qkv_token": qkv.stride(0), "query_token": query.stride(0), "query_head": query.stride(1),
-            "cos_row": rope.cos.stride(0), "q_eps": q_norm.eps, "k_eps": k_norm.eps, **cache_strides(cache),
+            "cos_row": rope.cos.stride(0), "q_eps": q_eps, "k_eps": k_eps, **cache_strides(cache),
         },
         {
-            "NUM_HEADS": num_heads, "NUM_KV_HEADS": cache.num_kv_heads, "HEAD_DIM": cache.head_dim,
-            "BLOCK_HALF": block_of(cache.head_dim // 2), "BLOCK_SIZE": cache.block_size, "HEADS": HEADS,
+            "NUM_HEADS": rotary.num_heads, "NUM_KV_HEADS": rotary.num_kv_heads, "HEAD_DIM": rotary.head_dim,
+            "BLOCK_HALF": block_of(rotary.head_dim // 2), "BLOCK_SIZE": cache.block_size, "HEADS": HEADS,
+            "NORMED": q_norm is not None,
         },
         num_warps=2,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minipaged.kv.paged_cache import PagedKVCache
-from minipaged.ops.backend import RMSNorm, RotaryTable
+from minipaged.ops.backend import QKNormRoPE, RMSNorm, RotaryTable
 from minipaged.ops.triton.kernels import cache_write, decode_attention, dense, varlen_attention
 from minipaged.ops.triton.kernels.launch import Launch
 from minipaged.ops.triton.kernels.tuning import Tile, varlen_tile
@@ -81,9 +81,8 @@ def varlen(
 def _qk(num_heads: int) -> Launch:
     qkv, slots = _empty(64, (num_heads + 16) * 128), _empty(64, dtype=torch.int64)
     norm, table = RMSNorm(_empty(128), 1e-6), _empty(40960, 64, dtype=F32)
-    return dense.qk_norm_rope_write_launch(
-        qkv, norm, norm, RotaryTable(table, table), slots, _cache(16), slots, _empty(64, num_heads, 128)
-    )
+    rotary = QKNormRoPE(norm, norm, RotaryTable(table, table), num_heads, 8)
+    return dense.qk_norm_rope_write_launch(qkv, rotary, _cache(16), slots, slots, _empty(64, num_heads, 128))
 
 
 def _norm(size: int) -> Launch:
