@@ -1,4 +1,4 @@
-"""Grammars for generated text, by llguidance (extra `[guided]`), as `SamplingParams.token_mask`."""
+"""Grammars for generated text, by llguidance, as `SamplingParams.token_mask`."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _llguidance(name: str) -> Any:
     try:
         import llguidance
     except ImportError:
-        raise refused(f"{name} needs llguidance, which is not installed here: pip install '.[guided]'", name) from None
+        raise refused(f"{name} needs llguidance, which is not installed here: pip install llguidance", name) from None
     return llguidance
 
 
