@@ -11,7 +11,7 @@ ENV PATH=/opt/minipaged/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHE
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} 'torch>=2.9,<2.14'
 WORKDIR /src
 COPY . .
-RUN pip install '.[guided]'
+RUN pip install .
 
 FROM python:3.12-slim
 RUN useradd --create-home --uid 10001 minipaged && mkdir /models && chown minipaged /models

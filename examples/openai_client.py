@@ -35,7 +35,7 @@ for choice in answer.choices:
     total = sum(choice.logprobs.token_logprobs)
     print(f"{total:8.2f}  {choice.text!r}")
 
-print("\n-- JSON by schema (needs the server's extra [guided])")
+print("\n-- JSON by schema")
 schema = {
     "type": "object",
     "properties": {"name": {"enum": ["Romeo", "Juliet"]}, "age": {"type": "integer", "minimum": 10, "maximum": 99}},

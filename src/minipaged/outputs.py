@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -35,14 +36,10 @@ class RequestMetrics:
 
     def snapshot(self) -> RequestMetrics:
         """A copy that stays as it is now. (`dataclasses.replace` takes four times as long, per request and step.)"""
-        return RequestMetrics(
-            self.arrival_time,
-            self.first_scheduled_time,
-            self.first_token_time,
-            self.finished_time,
-            self.num_preemptions,
-            self.num_recomputed_tokens,
-        )
+        return RequestMetrics(*_METRICS(self))
+
+
+_METRICS = attrgetter(*RequestMetrics.__slots__)
 
 
 @dataclass(slots=True)

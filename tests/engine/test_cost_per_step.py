@@ -1,4 +1,4 @@
-"""C54: what a step costs in Python does not depend on how long the sequences are. Calls are counted, not timed."""
+"""C54: how many calls a step makes does not grow with the length of the sequences (they are counted, not timed)."""
 
 from __future__ import annotations
 

@@ -103,9 +103,7 @@ def test_an_error_of_the_engines_own_is_repaired_too() -> None:
 def test_a_text_that_cannot_be_made_again_ends_its_own_request() -> None:
     class Tokenizer:
         is_byte_level, fails = True, False
-
-        def is_special(self, token_id: int) -> bool:
-            return False
+        special_ids: frozenset[int] = frozenset()
 
         def id_to_bytes(self, token_id: int) -> bytes:
             if self.fails and token_id == first:

@@ -73,3 +73,13 @@ def test_c01_slots_are_injective_for_every_length(bs: int) -> None:
         assert len(set(slots)) == length
         assert 1 <= length - (len(table) - 1) * bs <= bs
         assert [manager.slot_of(0, pos) for pos in range(length)] == slots
+
+
+@pytest.mark.parametrize("bs", [1, 4, 16])
+def test_the_last_token_of_a_request_needs_no_slot(bs: int) -> None:
+    for blocks in range(1, 6):
+        longest = address.longest_request(blocks, bs)
+        assert address.request_blocks(longest, bs) == blocks
+        assert address.request_blocks(longest + 1, bs) == blocks + 1
+        assert address.request_blocks(longest - bs + 1, bs) == blocks
+    assert address.request_blocks(0, bs) == address.request_blocks(1, bs) == 0

@@ -44,7 +44,7 @@ def set_length(m: KVBlockManager, length: int) -> None:
 
 def move_to_free(m: KVBlockManager, block: int) -> None:
     del m._pool.idle[block]
-    m._pool.free.append(block)
+    m._pool.queue.append(block)
 
 
 def cache_partial_block(m: KVBlockManager) -> None:
@@ -96,13 +96,13 @@ CORRUPTIONS: dict[str, tuple[Callable[[KVBlockManager], object], str]] = {
     "count too high": (lambda m: m._pool.ref_count.__setitem__(2, 2), "block 2 has ref_count 2, but 1 owners"),
     "reference total": (lambda m: setattr(m._pool, "references", 3), "3 references are counted, 7 exist"),
     "shared total": (lambda m: setattr(m._pool, "shared", 3), "3 shared blocks are counted, 2 exist"),
-    "free twice": (lambda m: m._pool.free.append(7), "block 7 is 2 times in the free queue"),
-    "free and in use": (lambda m: m._pool.free.append(0), "block 0 is free and in use; rule: exactly one"),
-    "free and idle": (lambda m: m._pool.free.append(3), "block 3 is free and idle; rule: exactly one"),
-    "lost": (lambda m: m._pool.free.remove(7), "block 7 is in no state"),
+    "free twice": (lambda m: m._pool.queue.append(7), "block 7 is 2 times in the free queue"),
+    "free and in use": (lambda m: m._pool.queue.append(0), "block 0 is free and in use; rule: exactly one"),
+    "free and idle": (lambda m: m._pool.queue.append(3), "block 3 is free and idle; rule: exactly one"),
+    "lost": (lambda m: m._pool.queue.remove(7), "block 7 is in no state"),
     "free and cached": (lambda m: move_to_free(m, 3), "block 3 is free and has a cache entry"),
     "idle and not cached": (lambda m: m._pool.entry_of.__setitem__(4, None), "block 4 is idle and has no cache entry"),
-    "free outside the pool": (lambda m: m._pool.free.append(8), "block 8 is free or idle and outside the pool of 8"),
+    "free outside the pool": (lambda m: m._pool.queue.append(8), "block 8 is free or idle and outside the pool of 8"),
     "sharers disagree": (
         lambda m: set_length(m, 7),
         "block 1 is logical block 1 with 6 tokens|block 1 .* rule: sharers agree",

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from server_rig import Rig, refusal, stub_rig
 
+from minipaged.cli.serve import origins_from
 from minipaged.server import ServerSettings
 from minipaged.server.middleware import OPEN_PATHS
 
@@ -89,6 +90,59 @@ def test_cross_origin_requests_are_off(stub: Rig) -> None:
     for response in (preflight, answer, stub.http.get("/v1/models", headers=origin)):
         assert not [name for name in response.headers if name.startswith("access-control")]
     assert stub.http.post("/v1/completions", content=body).status_code == 200, "a program without a Content-Type"
+
+
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, content-type"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/models"])
+def test_an_allowed_origin_may_ask_and_read(tokenizer_folder: Path, path: str) -> None:
+    """The browser's question is answered without a key; the key is still needed, and its lack can be read."""
+    good, bad = "http://localhost:3000", "http://localhost:3001"
+    with stub_rig(tokenizer_folder, api_keys=("k",), allowed_origins=("https://a.example", good)) as rig:
+        asked = httpx.options(rig.url + path, headers={"Origin": good, **PREFLIGHT})
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == good
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        for origin in (bad, good + "/", "null", "http://localhost:3000.evil.example"):
+            answer = httpx.options(rig.url + path, headers={"Origin": origin, **PREFLIGHT})
+            assert answer.status_code == 400
+            assert "access-control-allow-origin" not in answer.headers
+            assert "access-control-allow-origin" not in rig.http.get("/v1/models", headers={"Origin": origin}).headers
+        for headers, status in (({}, 401), ({"Authorization": "Bearer k"}, 200)):
+            answer = httpx.get(rig.url + "/v1/models", headers={"Origin": good, **headers})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == good
+            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        assert rig.http.get("/v1/models").status_code == 200, "a program sends no Origin"
+        assert rig.runner.steps == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_origins_may_be_allowed(tokenizer_folder: Path, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub_rig(tokenizer_folder, allowed_origins=("*",)) as rig:
+        rig.runner.says("ok")
+        headers = {"Origin": "http://anywhere.example"}
+        for body, status in (({"prompt": "x", "stream": stream}, 200), ({"prompt": ""}, 400)):
+            answer = rig.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "*"
+        monkeypatch.setattr(rig.service, "check_model", lambda name: 1 / 0)
+        answer = rig.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (500, "*")
+
+
+@pytest.mark.parametrize("origin", ["", "localhost:3000", "https://a.example/", "https://a.example/x", "HTTP://A"])
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="allowed_origins must"):
+        ServerSettings(allowed_origins=("https://a.example", origin))
+
+
+def test_origins_of_the_command_line() -> None:
+    assert origins_from(["http://a", '["http://b", "*"]']) == ["http://a", "http://b", "*"]
+    with pytest.raises(ValueError, match="allowed_origins must"):
+        origins_from(["[1]"])
 
 
 def test_bodies_have_a_limit(tokenizer_folder: Path) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_rig import Rig, stub_rig, wait_until
 
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_internal_fragmentation_tokens")
+GAUGES = (
+    "num_requests_running",
+    "num_requests_waiting",
+    'num_requests_waiting_by_reason{reason="capacity"}',
+    "kv_cache_usage_perc",
+    "kv_internal_fragmentation_tokens",
+)
 COUNTERS = (
     "prefix_cache_queries_total",
     "prefix_cache_hits_total",
@@ -19,6 +26,9 @@ COUNTERS = (
     'request_success_total{finished_reason="length"}',
     'request_success_total{finished_reason="abort"}',
     'request_success_total{finished_reason="error"}',
+    "prompt_tokens_cached_total",
+    'prompt_tokens_by_source_total{source="local_compute"}',
+    'prompt_tokens_by_source_total{source="local_cache_hit"}',
 )
 HISTOGRAMS = (
     "time_to_first_token_seconds",
@@ -26,6 +36,17 @@ HISTOGRAMS = (
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
     "iteration_tokens_total",
+    "time_per_output_token_seconds",
+    "request_time_per_output_token_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_max_num_generation_tokens",
+    "request_prefill_kv_computed_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
 )
 STATES = ("free", "idle", "private", "shared")
 
@@ -39,6 +60,8 @@ def test_every_promised_metric_exists_from_the_start(tokenizer_folder: Path) -> 
             assert rig.metric(name) == 0, name
         blocks = [rig.metric(f'kv_blocks{{state="{state}"}}') for state in STATES]
         assert blocks == [256, 0, 0, 0]
+        config = 'cache_config_info{block_size="4",enable_prefix_caching="True",num_gpu_blocks="256"}'
+        assert rig.metric(config) == 1
 
 
 def test_counters_agree_with_what_happened(tokenizer_folder: Path) -> None:
@@ -64,6 +87,24 @@ def test_counters_agree_with_what_happened(tokenizer_folder: Path) -> None:
         # 10 + 2 prompt tokens (8 were cached), 1, then decodes: 4 + 4 + 2 * 2
         assert rig.metric("iteration_tokens_total_sum") == 10 + 2 + 1 + 4 + 4 + 2 * 2
         assert not rig.service.metrics._progress
+        # Requests that ended by themselves: two of 10 prompt tokens and 5 new ones, one of 1 and 2 x 3.
+        assert rig.metric("prompt_tokens_cached_total") == 8
+        assert rig.metric('prompt_tokens_by_source_total{source="local_compute"}') == 10 + 2 + 1
+        assert rig.metric('prompt_tokens_by_source_total{source="local_cache_hit"}') == 8
+        assert rig.metric("request_prompt_tokens_sum") == 10 + 10 + 1
+        assert rig.metric("request_prefill_kv_computed_tokens_sum") == 10 + 2 + 1
+        assert rig.metric("request_generation_tokens_sum") == 5 + 5 + 2 * 3
+        assert rig.metric("request_max_num_generation_tokens_sum") == 5 + 5 + 3
+        assert rig.metric("request_params_n_sum") == 1 + 1 + 2 + 1
+        assert rig.metric("request_params_max_tokens_sum") == 5 + 5 + 16 + 16
+        assert rig.metric("time_per_output_token_seconds_count") == rig.metric("inter_token_latency_seconds_count")
+        names = ("inference", "prefill", "decode")
+        inference, prefill, decode = (rig.metric(f"request_{name}_time_seconds_sum") for name in names)
+        assert inference == pytest.approx(prefill + decode)
+        assert rig.metric("e2e_request_latency_seconds_sum") >= inference
+        per_token = rig.metric("request_time_per_output_token_seconds_sum")
+        assert decode / 4 <= per_token * 1.001
+        assert per_token <= decode / 2 * 1.001
 
 
 def test_gauges_while_requests_run(tokenizer_folder: Path) -> None:

@@ -17,15 +17,34 @@ CONTEXT = 512
 IGNORE = -100  # a label that does not count in the loss
 
 
-# Qwen3's template without tools: thoughts of earlier turns are dropped, `enable_thinking=False` opens
-# the reply with an empty thought.
+# Qwen3's template in short: thoughts of earlier turns are dropped, `enable_thinking=False` opens the reply with an
+# empty thought, tools stand in the system message (in fewer words: the context is short, and nobody taught the model
+# to read them).
 CHAT_TEMPLATE = """\
-{%- for message in messages %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n' }}
+    {%- endif %}
+    {{- '<tools>\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson + '\\n' }}
+    {%- endfor %}
+    {{- '</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in (messages[1:] if tools and messages[0].role == 'system' else messages) %}
     {%- set content = message.content if message.content is string else '' %}
     {%- if message.role == 'assistant' and '</think>' in content %}
         {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
     {%- endif %}
-    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {{- '<|im_start|>' + message.role + '\\n' + content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n' if content or not loop.first }}
+        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+        {{- '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>' + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}

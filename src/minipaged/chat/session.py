@@ -195,9 +195,7 @@ class ChatSession:
     @property
     def context_limit(self) -> int:
         """Most tokens of prompt and answer together: `max_model_len`, or what the pool holds if that is less."""
-        manager = self.llm.engine.block_manager
-        # The last token of an answer is never written to the cache.
-        return min(self.llm.engine.max_model_len, manager.num_physical_blocks * manager.block_size + 1)
+        return self.llm.engine.room_for(0)
 
     def context_tokens(self) -> int:
         """Tokens of the conversation as the next prompt will hold them."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import io
+import json
 import os
+import sys
 from collections.abc import MutableMapping
 from typing import Annotated
 
@@ -48,7 +52,22 @@ def _root(
 def main() -> None:
     """Run the command line; console script `minipaged`."""
     limit_spinning(os.environ)
+    print_whatever_comes()
     app()
+
+
+def print_whatever_comes() -> None:
+    """stdout and stderr write what their encoding cannot hold as escapes of JSON: nothing is lost, JSON stays JSON."""
+
+    def escape(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+    codecs.register_error("minipaged-escape", escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="minipaged-escape")
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:

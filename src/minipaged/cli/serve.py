@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 from pathlib import Path
@@ -41,6 +43,13 @@ def serve(
         list[str] | None,
         typer.Option(help=f"Key that clients must send; may be repeated. Or {KEYS_VARIABLE}, comma-separated."),
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='Origin whose pages may use the API from a browser, as http://localhost:3000; "*" = all. May be '
+            "repeated, or a JSON list."
+        ),
+    ] = None,
 ) -> None:
     """Serve a Qwen3 model over HTTP, compatible with OpenAI's API."""
     from minipaged.llm.async_llm import AsyncLLM
@@ -52,6 +61,7 @@ def serve(
         settings = ServerSettings(
             served_model_names=tuple(served_model_name or [model_name(model)]),
             api_keys=tuple(api_key or keys_from(os.environ.get(KEYS_VARIABLE, ""))),
+            allowed_origins=tuple(origins_from(allowed_origins or [])),
             **server,
         )
     sock = listen(host, port)  # before the model is loaded: a port in use is known at once
@@ -76,6 +86,23 @@ def model_name(model: str | None) -> str:
     if model is None:
         return "minipaged-demo"
     return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def origins_from(values: list[str]) -> list[str]:
+    """The origins in the values of --allowed-origins, each one of them or, as vLLM takes them, a JSON list of them.
+
+    ValueError for a list that is none.
+    """
+    origins: list[str] = []
+    for value in values:
+        listed: Any = [value]
+        if value.lstrip().startswith("["):
+            with contextlib.suppress(ValueError):
+                listed = json.loads(value)
+            if not isinstance(listed, list) or not all(isinstance(origin, str) for origin in listed):
+                raise ValueError(f"allowed_origins must be an origin or a JSON list of them, got {value!r}")
+        origins += listed
+    return origins
 
 
 def keys_from(variable: str) -> list[str]:

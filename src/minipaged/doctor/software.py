@@ -13,10 +13,9 @@ from minipaged import __version__
 from minipaged.doctor.finding import NOTHING, Finding
 from minipaged.doctor.installation import DISTRIBUTION, Installation
 
-NEEDED = ("torch", "numpy", "transformers")
+NEEDED = ("torch", "numpy", "transformers", "llguidance")
 OPTIONAL = {  # package -> extra, what is missing without it
     "triton": ("gpu", "GPU kernels"),
-    "llguidance": ("guided", "structured output (JSON schema, regex, grammar)"),
 }
 
 

@@ -49,14 +49,13 @@ class EngineConfig:
     model_max_len: positions of the model, which max_model_len cannot exceed; None = unknown. Only for messages.
     max_num_seqs: sequences that hold blocks at the same time (a request with n = 3 counts 3, from its admission).
     max_num_batched_tokens: tokens computed per step, decodes included. When decodes alone reach it, one prefill token
-    per step
-        is still granted; when there are more running sequences than this, they take turns.
+        per step is still granted; when there are more running sequences than this, they take turns.
     vocab_size: token ids must be below it; None = any that fit into 64 bits.
     scheduling_policy: "fcfs" (by arrival) or "priority" (`SamplingParams.priority`, smaller = sooner, with ageing).
     priority_ageing_steps: under "priority", how many engine steps of waiting are worth one level of priority.
     watermark: share of the pool that an admission leaves free while others run, so that they have room to grow.
     generation_defaults: the model's values for sampling parameters left at None, and its end-of-sequence ids; None =
-    neutral, none.
+        neutral values, no ids.
     """
 
     max_model_len: int | None = None

@@ -27,6 +27,7 @@ from minipaged.engine.repair import restart
 from minipaged.engine.request import Request, Sequence, Status
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.validation import fit, tokenize
+from minipaged.kv.address import longest_request
 from minipaged.kv.prefix_index import check_salt
 from minipaged.outputs import RequestMetrics, RequestOutput
 from minipaged.sampling_params import SamplingParams
@@ -75,7 +76,6 @@ class Engine:
         """Tokens that went through the model since the start, prompt tokens and recomputed ones included."""
         self.failed_steps, self.failure = 0, ""
         """Forward passes in a row that raised, and what the last one that did said."""
-        self._caching = block_manager.enable_prefix_caching
         self._recomputed_tokens = 0
         self._process = os.getpid()
         self._serials = itertools.count()
@@ -106,9 +106,7 @@ class Engine:
         self.submit(self.prepare(request_id, prompt, sampling_params, cache_salt=cache_salt))
 
     def abort(self, request_id: str) -> None:
-        """End a request, whatever its state; it appears in the next step's outputs with reason "abort". Unknown ids:
-        nothing happens.
-        """
+        """End a request, whatever its state; the next step reports it with reason "abort". Unknown ids: no effect."""
         request = self._live.get(request_id)
         if request is not None:
             request.aborted = True
@@ -173,9 +171,7 @@ class Engine:
 
     def room_for(self, prompt_len: int) -> int:
         """How many tokens a request may generate after a prompt of so many; 0 or less: none."""
-        manager = self.block_manager
-        # The last sampled token is never written, so a pool of N slots serves N + 1 tokens.
-        pool_len = manager.num_physical_blocks * manager.block_size + 1
+        pool_len = longest_request(self.block_manager.num_physical_blocks, self.block_manager.block_size)
         return min(self.config.max_model_len or pool_len, pool_len) - prompt_len
 
     # ---- the step
@@ -286,9 +282,7 @@ class Engine:
                 self._fail(request, error, trace=True)
 
     def _apply(self, row: ScheduledSequence, result: RowResult, now: float) -> None:
-        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings are forked,
-        the finished leave.
-        """
+        """What one row's result means: computed tokens become findable, drawn ones are appended, siblings forked."""
         sequence, request = row.sequence, row.sequence.request
         for sample in result.samples:
             if sample.error is not None:  # before the commit: what was computed in this step cannot be trusted
@@ -311,20 +305,16 @@ class Engine:
             request.metrics.finished_time = now
 
     def _mark_computed(self, sequence: Sequence, start: int, computed: int) -> None:
-        """The K/V of the first `computed` tokens is in memory now: count what was computed twice, publish full
-        blocks.
-        """
+        """The K/V of the first `computed` tokens is in memory: count what was computed twice, publish full blocks."""
         if start < sequence.computed_before:
             again = min(computed, sequence.computed_before) - start
             sequence.request.metrics.num_recomputed_tokens += again
             self._recomputed_tokens += again
         sequence.num_computed = computed
-        if self._caching:
-            full = computed - computed % self.block_manager.block_size
-            if full > sequence.num_committed:
-                new = sequence.token_ids[sequence.num_committed : full]
-                self.block_manager.commit_tokens(sequence.sequence_id, new)
-                sequence.num_committed = full
+        manager, size = self.block_manager, self.block_manager.block_size
+        if manager.enable_prefix_caching and computed // size > start // size:
+            committed = manager.sequences[sequence.sequence_id].commit.committed
+            manager.commit_tokens(sequence.sequence_id, sequence.token_ids[committed : computed - computed % size])
 
     def _fail(self, request: Request, error: str | Exception, *, trace: bool = False) -> None:
         """End a request with the reason "error" and say so in the log, once; `trace` adds the error's traceback."""
@@ -344,9 +334,7 @@ class Engine:
         self._touched[request] = None
 
     def _fail_stuck(self) -> None:
-        """Nothing runs and the head still does not fit, although submission checked it: somebody else holds blocks of
-        this pool.
-        """
+        """Nothing runs, and the head still does not fit, which submission checked: somebody else holds blocks."""
         manager, sequence = self.block_manager, self.scheduler.waiting[0]
         self._fail(
             sequence.request,

@@ -10,7 +10,6 @@ from itertools import repeat
 
 from minipaged.engine.plan import SampledToken
 from minipaged.engine.request import Request, Sequence, Status
-from minipaged.text.detokenizer import Detokenizer
 
 
 def restart(request: Request) -> None:
@@ -40,7 +39,7 @@ def _replay(sequence: Sequence) -> None:
     sequence.forget_computed()
     sequence.waits_for = sequence.keys = None
     sequence.finish_reason = sequence.stop_reason = sequence.cumulative_logprob = None
-    sequence.detokenizer = Detokenizer(sequence.params, sequence.request.tokenizer)
+    sequence.detokenizer = sequence.request.new_text()
     sequence.logprobs = None if entries is None else []
     for token_id, entry in zip(drawn, repeat(None) if entries is None else entries, strict=False):
         sequence.append(SampledToken(token_id, entry[token_id].logprob if entry else None, entry))

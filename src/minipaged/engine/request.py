@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """WAITING holds no block, RUNNING does; FINISHED is in no queue. NEW: a sibling whose leader is still computing the
-    prompt.
+    """WAITING holds no block, RUNNING does, FINISHED is in no queue. NEW is not in one yet, as a sibling whose leader
+    still computes the prompt.
     """
 
     NEW = 0
@@ -51,7 +51,6 @@ class Sequence:
     n. Nobody, as long as it is one of the others.
     """
     num_computed: int = 0  # tokens whose K/V is in the cache (0 again after a preemption)
-    num_committed: int = 0  # tokens handed to the prefix index: computed ones, in whole blocks
     computed_before: int = 0  # tokens computed before the last preemption: computing them again is waste, and counted
     # (running sequence, number of computed tokens at which its prefix can be shared)
     waits_for: tuple[Sequence, int] | None = None
@@ -94,17 +93,14 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Prompt log-probabilities are asked for and not complete: every prompt position has to go through the
-        model.
-        """
+        """They are asked for and not complete: every position of the prompt has to go through the model."""
         collected = self.request.prompt_logprobs
         return collected is not None and self.index == 0 and len(collected) < self.num_prompt_tokens
 
     def forget_computed(self) -> None:
         """Its blocks are gone: start again at the first token, whatever the prefix cache still holds then."""
         self.computed_before = max(self.computed_before, self.num_computed)
-        self.num_computed = self.num_committed = 0
-        self.blocks_wanted = 0
+        self.num_computed = self.blocks_wanted = 0
         if self.wants_prompt_logprobs:
             self.request.prompt_logprobs = [None]
 
@@ -130,9 +126,7 @@ class Sequence:
             self.detokenizer.finish()
 
     def output(self) -> CompletionOutput:
-        """A snapshot, cumulative. Lists are copied (one memcpy each), so that what a caller holds never changes under
-        it.
-        """
+        """A snapshot, cumulative. Lists are copied, one memcpy each: what a caller holds never changes."""
         return CompletionOutput(
             index=self.index,
             text=self.detokenizer.text,
@@ -179,7 +173,7 @@ class Request:
         )
         for sequence in self.sequences:
             sequence.request = self
-            sequence.detokenizer = Detokenizer(params, self.tokenizer, self.chat)
+            sequence.detokenizer = self.new_text()
             sequence.logprobs = None if params.logprobs is None else []
         self.sequences[0].samples_with = self.sequences
 
@@ -207,6 +201,10 @@ class Request:
         """Append what a chunk of prefill gave; the first prompt token has none."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += [self.with_text(entry) for entry in entries]
+
+    def new_text(self) -> Detokenizer:
+        """The text of a sequence that has none yet."""
+        return Detokenizer(self.params, self.tokenizer, self.chat)
 
     def with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
         """Fill in what each token reads like."""

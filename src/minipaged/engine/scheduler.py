@@ -17,13 +17,12 @@ arrive within a known window.
 Rules, in the order in which a step applies them:
 
 1. Every running sequence with one token left to compute (a decode) gets it, oldest first.
-2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; at least one token if any is
-waiting.
+2. Running prefills get chunks of what is left of `max_num_batched_tokens`, oldest first; one token at least, if decodes
+   use it up.
 3. The head of the queue is admitted when the blocks of all its known tokens, less the cached ones, and what the running
-prefills
-   still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody passes a
-   head that does not fit. Only a request that waits for a prefix which a running one is computing right now lets others
-   pass.
+   prefills still need fit above the watermark (no watermark when nothing runs). Strict first come, first served: nobody
+   passes a head that does not fit. Only a request that waits for a prefix which a running one is computing right now
+   lets others pass.
 4. A sequence that finds no block takes those of the last running sequence, if that is newer than itself. The newest
    waits in place instead. Blocks go back tail first, so that the prefix is still cached when the victim comes back.
 
@@ -39,7 +38,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from minipaged.engine.plan import ScheduledSequence, StepPlan
 from minipaged.engine.request import Sequence, Status
@@ -50,11 +49,7 @@ if TYPE_CHECKING:
     from minipaged.kv import KVBlockManager
 
 _ORDER = attrgetter("order")
-
-
-def _is_chunk(row: ScheduledSequence) -> bool:
-    return row.num_tokens > 1
-
+Release: TypeAlias = Callable[[list[int]], None]
 
 PROMPT_LOGPROBS_CHUNK = 64
 """Largest chunk of a prefill that wants prompt log-probabilities: its logits are float32 [chunk, vocabulary], 39 MB."""
@@ -68,11 +63,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        manager: KVBlockManager,
-        config: EngineConfig,
-        sequence_ids: Iterator[int],
-        on_release: Callable[[list[int]], None],
+        self, manager: KVBlockManager, config: EngineConfig, sequence_ids: Iterator[int], on_release: Release
     ) -> None:
         self.manager = manager
         self.max_num_seqs = config.max_num_seqs
@@ -114,7 +105,6 @@ class Scheduler:
         self._claim_id(child)
         self.manager.fork_sequence(parent.sequence_id, child.sequence_id)
         child.num_computed = parent.num_computed
-        child.num_committed = parent.num_committed
         child.status = Status.RUNNING
         insort(self.running, child, key=_ORDER)
 
@@ -177,7 +167,7 @@ class Scheduler:
 
         rows = list(self._rows.values())
         if len(rows) > len(decodes):
-            rows.sort(key=_is_chunk)
+            rows.sort(key=lambda row: row.num_tokens > 1)
         return StepPlan(rows, self.manager.take_block_copies(), sum([row.num_tokens for row in rows]))
 
     def _take_turns(self, decodes: list[Sequence]) -> list[Sequence]:
@@ -195,7 +185,7 @@ class Scheduler:
 
         0 means that there is no block, and nobody newer to take one from.
         """
-        manager, start = self.manager, sequence.num_computed
+        manager, number, start = self.manager, sequence.sequence_id, sequence.num_computed
         wanted = min(len(sequence.token_ids) - start, budget)
         scores_prompt = sequence.wants_prompt_logprobs
         if scores_prompt:
@@ -206,11 +196,7 @@ class Scheduler:
                 block_size = manager.block_size
                 wanted = max(1, min(wanted, -start % block_size + manager.num_available_blocks * block_size))
             try:
-                slots = (
-                    [manager.append_token(sequence.sequence_id)]
-                    if wanted == 1
-                    else manager.append_tokens(sequence.sequence_id, wanted)
-                )
+                slots = [manager.append_token(number)] if wanted == 1 else manager.append_tokens(number, wanted)
                 break
             except OutOfBlocksError:
                 victim = self.running[-1]
@@ -261,19 +247,15 @@ class Scheduler:
         else:
             state = manager.create_sequence(sequence.sequence_id, salt=sequence.request.cache_salt)
         cached = state.sequence_length
-        # Blocks that the hit woke from idleness are no longer available to anybody: they count as well.
-        wanted = (
-            free_before
-            - manager.num_available_blocks
-            + manager.blocks_needed(sequence.sequence_id, len(sequence.token_ids) - cached)
-        )
+        wanted = manager.blocks_needed(sequence.sequence_id, len(sequence.token_ids) - cached)
+        wanted += free_before - manager.num_available_blocks  # what the hit woke from idleness is nobody else's either
         if wanted > spare:
             manager.release_sequence(sequence.sequence_id)
             self._on_release([sequence.sequence_id])
             sequence.blocks_wanted = wanted
             return False
         sequence.blocks_wanted = 0
-        sequence.num_computed = sequence.num_committed = cached
+        sequence.num_computed = cached
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_ORDER)
         if sequence.request.num_cached_tokens is None:

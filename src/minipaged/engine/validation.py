@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from minipaged.arguments import as_int
 from minipaged.errors import RequestTooLargeError
-from minipaged.kv.address import num_logical_blocks
+from minipaged.kv.address import request_blocks
 
 if TYPE_CHECKING:
     from minipaged.engine.config import EngineConfig
@@ -60,7 +60,7 @@ def fit(
             f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones > max_model_len = "
             f"{config.max_model_len}; {_ways_out(prompt_len, config)}"
         )
-    needed = num_logical_blocks(prompt_len + max_tokens - 1, manager.block_size)
+    needed = request_blocks(prompt_len + max_tokens, manager.block_size)
     if needed > manager.num_physical_blocks:
         raise RequestTooLargeError(
             f"context length exceeded: {prompt_len} prompt tokens + {max_tokens} new ones need {needed} blocks of "

@@ -28,9 +28,7 @@ def block_offset(pos: int, bs: int) -> int:
 
 
 def slot(block: int, offset: int, bs: int) -> int:
-    """Flat slot of place `offset` in physical block `block`: block * bs + offset. ValueError for an offset outside the
-    block.
-    """
+    """Flat slot of place `offset` in block `block`: block * bs + offset. ValueError for an offset outside of it."""
     _at_least("physical block", block, 0)
     if not 0 <= offset < bs:
         raise ValueError(f"offset {offset} is outside a block of {bs} slots")
@@ -49,6 +47,16 @@ def num_logical_blocks(length: int, bs: int) -> int:
     _at_least("sequence length", length, 0)
     _at_least("block size", bs, 1)
     return -(-length // bs)
+
+
+def request_blocks(length: int, bs: int) -> int:
+    """Blocks for a request of `length` tokens, prompt and output. The last one that is sampled is never written."""
+    return num_logical_blocks(max(length - 1, 0), bs)
+
+
+def longest_request(blocks: int, bs: int) -> int:
+    """The longest prompt + output, in tokens, for which so many blocks suffice: the inverse of `request_blocks`."""
+    return blocks * bs + 1
 
 
 def last_block_waste(length: int, bs: int) -> int:

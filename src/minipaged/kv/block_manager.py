@@ -12,6 +12,7 @@ Not thread-safe: one thread (the engine's) calls it. Nothing here touches K/V me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -89,7 +90,7 @@ class KVBlockManager:
     @property
     def free_blocks(self) -> tuple[int, ...]:
         """Blocks that hold nothing, the next one first. O(num_physical_blocks): for people and tests."""
-        return tuple(reversed(self._pool.free))
+        return tuple(reversed(self._pool.queue))
 
     @property
     def eviction_policy(self) -> str:
@@ -99,7 +100,7 @@ class KVBlockManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that hold nothing."""
-        return len(self._pool.free)
+        return len(self._pool.queue)
 
     @property
     def num_idle_blocks(self) -> int:
@@ -190,12 +191,11 @@ class KVBlockManager:
         import torch
 
         states = [self._state(sequence_id) for sequence_id in id_list(sequence_ids)]
-        ids = [state.sequence_id for state in states]
-        if len(set(ids)) < len(ids):
-            twice = next(sequence_id for place, sequence_id in enumerate(ids) if sequence_id in ids[:place])
-            raise ValueError(
-                f"sequence {twice} occurs twice in the batch; use append_tokens for several tokens of one sequence"
-            )
+        for sequence_id, times in Counter([state.sequence_id for state in states]).items():
+            if times > 1:
+                raise ValueError(
+                    f"sequence {sequence_id} occurs twice in the batch; append_tokens takes several tokens"
+                )
         self._check_room_for_one_each(states)
         slots = [self._append_one(state) for state in states]
         self._pool.tell()
@@ -246,7 +246,7 @@ class KVBlockManager:
         del self.sequences[state.sequence_id]
         tokens = state.sequence_length - (len(state.block_table) - 1) * self.block_size  # in the last block
         for logical in range(len(state.block_table) - 1, -1, -1):
-            if self._pool.give_back(state.block_table[logical], state.sequence_id, logical):
+            if self._pool.free(state.block_table[logical], state.sequence_id, logical):
                 self._num_tokens -= tokens
             tokens = self.block_size
         self._pool.tell()
@@ -256,7 +256,11 @@ class KVBlockManager:
     def allocate_block(self) -> int:
         """A block for the caller's own use (ref_count 1) until `free_block`. OutOfBlocksError if none is available."""
         self._check_room(1, "allocate_block")
-        return self._pool.take_for_caller()
+        block = self._pool.allocate()
+        self._pool.held.add(block)
+        self._pool.emit("allocate", block)
+        self._pool.tell()
+        return block
 
     def free_block(self, block_id: int) -> None:
         """Give back a block of `allocate_block`.
@@ -268,7 +272,9 @@ class KVBlockManager:
             raise ValueError(
                 f"block {block} is not held by a caller: it was not allocated with allocate_block, or freed already"
             )
-        self._pool.give_back_by_caller(block)
+        self._pool.held.remove(block)
+        self._pool.free(block)
+        self._pool.tell()
 
     # --- tensors for the kernels ---
 
@@ -330,6 +336,7 @@ class KVBlockManager:
         Blocks that they fill become findable. A block whose content is cached already stays private, but what follows
         is found below the cached one. Once a sequence's history has been evicted under it, or forgotten by
         `reset_prefix_cache`, its later blocks are not cached.
+
         ValueError beyond sequence_length, or if a shared block was committed with other tokens.
         """
         state = self._state(sequence_id)
@@ -451,30 +458,21 @@ class KVBlockManager:
         if self._copy_due(state):
             needed -= 1
             shared, last = table[-1], len(table) - 1
-            table[-1] = pool.take_destination()
+            table[-1] = pool.allocate_destination()
             source = pool.copies.add(shared, table[-1])
-            pool.give_back(shared)
+            pool.free(shared)
             self._num_tokens += state.sequence_length % self.block_size
             pool.emit("copy", table[-1], state.sequence_id, last, source)
         for _ in range(needed):
-            block = pool.take()
+            block = pool.allocate()
             table.append(block)
             pool.emit("allocate", block, state.sequence_id, len(table) - 1)
 
     def _check_room_for_one_each(self, states: list[SequenceState]) -> None:
         """`_blocks_needed` for a batch: of k sharers of a partial block, all k in the batch, only k - 1 copy."""
-        needed = copies = 0
-        owners: dict[int, int] = {}  # of partial blocks, as the batch goes on
-        for state in states:
-            if state.sequence_length % self.block_size == 0:
-                needed += 1
-            else:
-                block = state.block_table[-1]
-                left = owners.get(block, self._pool.ref_count[block])
-                if left > 1:
-                    needed += 1
-                    copies += 1
-                    owners[block] = left - 1
+        partial = Counter([state.block_table[-1] for state in states if state.sequence_length % self.block_size])
+        copies = sum(min(times, self._pool.ref_count[block] - 1) for block, times in partial.items())
+        needed = len(states) - partial.total() + copies
         if copies and not self._pool.has_destinations(needed):
             needed = max(needed, self._pool.num_available + 1)
         self._check_room(needed, f"appending one token to each of {len(states)} sequences")

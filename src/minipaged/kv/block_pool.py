@@ -1,11 +1,11 @@
 """Who owns which physical block. Every block is in exactly one of three states:
 
-          take                      give_back, never cached
+        allocate                    free, never cached
     FREE -------> IN USE (ref_count >= 1) ---------> FREE
                    |    ^
-      give_back,   |    | share (a prefix hit)
-      cached       v    |
-                  IDLE (cached, ref_count 0) -- evicted when the free queue is empty --> taken
+           free,   |    | share (a prefix hit)
+          cached   v    |
+                  IDLE (cached, ref_count 0) -- evicted when the free queue is empty --> allocated
 
 O(1) per block, plus what the policy takes to choose; rarely more, where a comment says so (`_expose_candidate`).
 """
@@ -57,19 +57,19 @@ class PendingCopies:
 
 
 class BlockPool:
-    """Free queue, reference counts, idle cached blocks and pending copies of `len(free_order)` blocks."""
+    """Free queue, reference counts, idle cached blocks and pending copies of `len(order)` blocks."""
 
     def __init__(
-        self, free_order: Sequence[int], block_size: int, policy: EvictionPolicy, listener: Listener | None
+        self, order: Sequence[int], block_size: int, policy: EvictionPolicy, listener: Listener | None
     ) -> None:
         self.block_size = block_size
-        self.free = list(reversed(free_order))  # a stack: the front of the queue is the end of the list
-        self.ref_count = [0] * len(self.free)
+        self.queue = list(reversed(order))  # free blocks; a stack: the front of the queue is the end of the list
+        self.ref_count = [0] * len(order)
         self.references = 0  # sum of ref_count
         self.held: set[int] = set()  # by a caller, in no table
         self.shared = 0  # blocks with ref_count >= 2
         self.index = PrefixIndex()
-        self.entry_of: list[Entry | None] = [None] * len(self.free)
+        self.entry_of: list[Entry | None] = [None] * len(order)
         self.idle: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self.candidates: set[int] = set()  # idle blocks without a cached child; what the policy holds
         self.policy = policy
@@ -79,22 +79,13 @@ class BlockPool:
         self._events: list[BlockEvent] = []  # of the operation that is running
         self._releases = 0
 
-    def emit(
-        self,
-        kind: EventKind,
-        block: int,
-        sequence: int | None = None,
-        index: int | None = None,
-        source: int | None = None,
-    ) -> None:
-        """Note an event, for `tell`."""
+    def emit(self, kind: EventKind, block: int, *where: int | None) -> None:
+        """Note an event, for `tell`. where: the other fields of `BlockEvent`, as far as there are any."""
         if self.listener is not None:
-            self._events.append(BlockEvent(kind, block, sequence, index, source))
+            self._events.append(BlockEvent(kind, block, *where))
 
     def tell(self) -> None:
-        """The operation is over: the listener hears of all its events, whatever it raises; the first exception comes
-        out afterwards.
-        """
+        """The operation is over: the listener hears of all its events. The first exception comes out afterwards."""
         if self.listener is None or not self._events:
             return
         events, self._events = self._events, []
@@ -109,35 +100,27 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can hand out: an idle block can always be evicted (`_expose_candidate`)."""
-        return len(self.free) + len(self.idle)
+        """Blocks that `allocate` can hand out: an idle block can always be evicted (`_expose_candidate`)."""
+        return len(self.queue) + len(self.idle)
 
     def has_destinations(self, count: int) -> bool:
-        """Can `take_destination` hand out `count` blocks? Each must be available and no pending copy's source."""
+        """Can `allocate_destination` hand out `count` blocks? Each must be available and no pending copy's source."""
         if self.num_available - len(self.copies.sources) >= count:
             return True
         return self.num_available - sum(not self.ref_count[block] for block in self.copies.sources) >= count
 
     # --- FREE or IDLE -> IN USE ---
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """The next block; the caller has checked `num_available`."""
-        return self._own(self.free.pop() if self.free else self._evict())
+        return self._own(self.queue.pop() if self.queue else self._evict())
 
-    def take_for_caller(self) -> int:
-        """`take` as an operation of its own."""
-        block = self.take()
-        self.held.add(block)
-        self.emit("allocate", block)
-        self.tell()
-        return block
-
-    def take_destination(self) -> int:
+    def allocate_destination(self) -> int:
         """The next block that may become the destination of a copy; the caller has checked `has_destinations`."""
-        free, sources = self.free, self.copies.sources
-        for place in range(len(free) - 1, -1, -1):  # ends at once, unless a source was released before its copies ran
-            if free[place] not in sources:
-                return self._own(free.pop(place))
+        queue, sources = self.queue, self.copies.sources
+        for place in range(len(queue) - 1, -1, -1):  # ends at once, unless a source was released before its copies ran
+            if queue[place] not in sources:
+                return self._own(queue.pop(place))
         block = self._evict()
         while block in sources:
             self._queue(block)
@@ -153,8 +136,7 @@ class BlockPool:
         if count:
             return False
         del self.idle[block]
-        if block in self.candidates:
-            self._set_candidate(block, False)
+        self._remove_candidate(block)
         return True
 
     def _own(self, block: int) -> int:
@@ -166,7 +148,7 @@ class BlockPool:
 
     # --- IN USE -> FREE or IDLE ---
 
-    def give_back(self, block: int, sequence: int | None = None, index: int | None = None) -> bool:
+    def free(self, block: int, sequence: int | None = None, index: int | None = None) -> bool:
         """One owner less. True if it was the last one."""
         count = self.ref_count[block] - 1
         self.ref_count[block] = count
@@ -184,26 +166,18 @@ class BlockPool:
         entry.released = self._releases
         self.idle[block] = None
         if not entry.children:
-            self._set_candidate(block, True)
+            self._add_candidate(entry)
         return True
 
-    def give_back_by_caller(self, block: int) -> None:
-        """Likewise for `give_back`."""
-        self.held.remove(block)
-        self.give_back(block)
-        self.tell()
-
     def _queue(self, block: int, sequence: int | None = None, index: int | None = None) -> None:
-        self.free.append(block)
+        self.queue.append(block)
         if block in self.copies.sources:
             self.unreported[block] = None
         else:
             self.emit("free", block, sequence, index)
 
     def drain_copies(self) -> list[tuple[int, int]]:
-        """Pairs to run now. Those of the drain before have run, so that blocks which waited for them are reported
-        free.
-        """
+        """Pairs to run now. Those of the drain before have run: blocks that waited for them are reported free."""
         for block in [block for block in self.unreported if block not in self.copies.sources]:
             del self.unreported[block]
             self.emit("free", block)
@@ -217,29 +191,27 @@ class BlockPool:
         entry = self.index.insert(parent, salt, tokens, block)
         self.entry_of[block] = entry
         self.policy.insert(block)
-        if parent is not None and parent.block in self.candidates:
-            self._set_candidate(parent.block, False)
+        if parent is not None:
+            self._remove_candidate(parent.block)
         return entry
 
     def clear_cache(self) -> None:
         """Forget every entry: idle blocks become free, the most recently released next."""
         for block in list(self.candidates):
-            self._set_candidate(block, False)
+            self._remove_candidate(block)
         self.index.clear()
         self.entry_of = [None] * len(self.entry_of)
-        idle = list(self.idle)
-        self.idle.clear()
-        for block in idle:
+        for block in self.idle:
             self.emit("evict", block)
             self._queue(block)
+        self.idle.clear()
 
-    def _set_candidate(self, block: int, candidate: bool) -> None:
-        if candidate:
-            entry = self.entry_of[block]
-            assert entry is not None
-            self.candidates.add(block)
-            self.policy.add(block, entry.released)
-        else:
+    def _add_candidate(self, entry: Entry) -> None:
+        self.candidates.add(entry.block)
+        self.policy.add(entry.block, entry.released)
+
+    def _remove_candidate(self, block: int) -> None:
+        if block in self.candidates:
             self.candidates.remove(block)
             self.policy.remove(block)
 
@@ -261,7 +233,7 @@ class BlockPool:
         self.entry_of[entry.block] = None
         self.index.remove(entry)
         if parent is not None and not parent.children and not self.ref_count[parent.block]:
-            self._set_candidate(parent.block, True)
+            self._add_candidate(parent)
 
     def _expose_candidate(self) -> None:
         """Idle blocks, and each has a cached child: turn one of them into a leaf.

@@ -63,7 +63,7 @@ def _check_references(m: KVBlockManager) -> None:
 
 
 def _check_partition(m: KVBlockManager) -> None:
-    free = Counter(m._pool.free)
+    free = Counter(m._pool.queue)
     for block, times in free.items():
         if times > 1:
             _fail(f"block {block} is {times} times in the free queue; rule: once")
@@ -90,9 +90,7 @@ def _check_partition(m: KVBlockManager) -> None:
 
 
 def _check_shared_fill(m: KVBlockManager) -> None:
-    """Owners of a block agree on where it is and how full it is; so the next slot of a block has one writer, or needs
-    a copy.
-    """
+    """Owners of a block agree on where and how full it is, so its next slot has one writer or needs a copy."""
     place_of: dict[int, tuple[int, int]] = {}  # block -> logical index, tokens in it
     for state in m.sequences.values():
         for logical, block in enumerate(state.block_table):
@@ -190,5 +188,5 @@ def _check_copies(m: KVBlockManager) -> None:
                 f"block {destination} is destination and source (of block {source}) in pending copies; rule: never both"
             )
     for block in m._pool.unreported:
-        if m._pool.ref_count[block] or block not in m._pool.free:
+        if m._pool.ref_count[block] or block not in m._pool.queue:
             _fail(f"block {block} waits to be reported free and is not free; rule: only free blocks wait")

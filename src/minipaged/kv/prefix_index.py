@@ -21,9 +21,7 @@ _ITEMSIZE = 8  # bytes per token id in a key: any 64-bit integer is a legal id
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids (list, tuple, numpy array, ...) as packed 64-bit integers. TypeError for anything that is not an
-    integer.
-    """
+    """Token ids (list, tuple, numpy array, ...) as packed 64-bit integers. TypeError for what is not an integer."""
     if isinstance(token_ids, str):
         raise TypeError(f"token_ids must be integers, got the string {token_ids[:20]!r}; tokenise it first")
     # list() first, because array() would take bytes as raw memory
@@ -99,9 +97,7 @@ class PrefixKeys:
 
 
 class PrefixIndex:
-    """All live entries. Only leaves are ever removed (`remove`), so an entry that is alive has a living path to the
-    root.
-    """
+    """All live entries. Only leaves are ever removed, so an entry that is alive has a living path to the root."""
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int | str | None, bytes], Entry] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from minipaged._warnings import warn
 from minipaged.errors import PoolSizeWarning
-from minipaged.kv.address import num_logical_blocks
+from minipaged.kv.address import longest_request, request_blocks
 from minipaged.model.config import ModelConfig
 from minipaged.model.parameters import num_weights
 
@@ -43,18 +43,18 @@ def size_pool(
     take, and available_source says for messages where that number comes from.
 
     `num_blocks` wins over `kv_cache_memory` (bytes), which wins over `available_bytes`; of the last no more is taken
-    than `max_num_seqs` requests of full length can fill. The last sampled token is never written, so N blocks hold
-    requests of N * block_size + 1 tokens. ValueError if memory cannot hold one request of an explicit
+    than `max_num_seqs` requests of full length can fill. N blocks hold
+    requests of `longest_request` tokens. ValueError if memory cannot hold one request of an explicit
     `max_model_len`; a `max_model_len` that was not asked for is lowered to the pool, with a warning.
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ValueError(f"max_model_len = {max_model_len} is more than the model's {model_max_len} positions")
     wanted_len = max_model_len or model_max_len
-    wanted_blocks = num_logical_blocks(wanted_len - 1, block_size)
+    wanted_blocks = request_blocks(wanted_len, block_size)
     if num_blocks is not None:
         if num_blocks < wanted_blocks:
             note = (
-                f"num_blocks = {num_blocks} holds requests of {num_blocks * block_size + 1} tokens, "
+                f"num_blocks = {num_blocks} holds requests of {longest_request(num_blocks, block_size)} tokens, "
                 f"less than max_model_len = {wanted_len}: longer ones will be refused"
             )
             warn(note, PoolSizeWarning)
@@ -77,12 +77,13 @@ def size_pool(
             f"one request of max_model_len = {max_model_len} tokens needs {wanted_blocks * block_bytes} bytes of K/V, "
             f"and {source} is {budget} bytes: raise kv_cache_memory or lower max_model_len"
         )
+    lowered = longest_request(blocks, block_size)
     note = (
-        f"max_model_len lowered from {wanted_len} to {blocks * block_size + 1}: {source}, {budget} bytes, "
+        f"max_model_len lowered from {wanted_len} to {lowered}: {source}, {budget} bytes, "
         f"holds {blocks} blocks; raise kv_cache_memory"
     )
     warn(note, PoolSizeWarning)
-    return PoolSize(blocks, blocks * block_size + 1, note)
+    return PoolSize(blocks, lowered, note)
 
 
 def check_cpu_memory(config: ModelConfig, itemsize: int, *, tokens: int, positions: int, available: int | None) -> None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 
 from minipaged import __version__
-from minipaged.server import chat, completions, errors, probes
+from minipaged.server import chat, completions, errors, probes, responses
 from minipaged.server.middleware import Gate, RequestLog
 from minipaged.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from minipaged.server.responses_protocol import ResponsesBody
 from minipaged.server.service import Service
 
 if TYPE_CHECKING:
@@ -75,7 +77,17 @@ def create_app(llm: AsyncLLM, settings: ServerSettings, *, chat_template: ChatTe
     _add_probes(app, service)
     errors.install(app)
     app.add_middleware(Gate, api_keys=settings.api_keys, is_draining=lambda: service.admission.draining)
-    app.add_middleware(RequestLog)  # the outermost: it sees every answer
+    app.add_middleware(RequestLog)  # around both: it sees every answer
+    if settings.allowed_origins:
+        # The outermost: a browser's question comes without a key, and reads no answer that does not name its origin,
+        # refusals included.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     return app
 
 
@@ -91,6 +103,11 @@ def _add_generating(app: FastAPI, service: Service) -> None:
     async def create_chat_completion(request: Request) -> Response:
         """Answer a conversation."""
         return await chat.create(service, request)
+
+    @app.post("/v1/responses", **_describe(ResponsesBody, service, extra_content=stream))
+    async def create_response(request: Request) -> Response:
+        """Answer a conversation, given as items; nothing is stored."""
+        return await responses.create(service, request)
 
     @app.post("/tokenize", **_describe(TokenizeBody, service))
     async def tokenize(request: Request) -> Response:
@@ -185,6 +202,7 @@ def _add_ranges(schema: dict[str, Any], service: Service) -> None:
         "top_k": {"minimum": -1},
         "max_tokens": {"minimum": 1, "maximum": longest},
         "max_completion_tokens": {"minimum": 1, "maximum": longest},
+        "max_output_tokens": {"minimum": 1, "maximum": longest},
         "min_tokens": {"minimum": 0, "maximum": longest},
         "presence_penalty": {"minimum": -2, "maximum": 2},
         "frequency_penalty": {"minimum": -2, "maximum": 2},
@@ -193,6 +211,9 @@ def _add_ranges(schema: dict[str, Any], service: Service) -> None:
         "cache_salt": {"minLength": 1},
         "prompt": {"minLength": 1, "minItems": 1},
         "messages": {"minItems": 1},
+        "input": {"minLength": 1, "minItems": 1},
+        "prompt_logprobs": {"minimum": 0, "maximum": service.settings.max_logprobs},
+        "thinking_token_budget": {"minimum": -1},
     }
     for name, extra in ranges.items():
         field = schema["properties"].get(name, {})

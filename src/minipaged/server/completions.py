@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from starlette.responses import Response
 
+from minipaged.server.constraints import constraint_of
 from minipaged.server.errors import refused
 from minipaged.server.http import EventStream, encode, event, read_body, while_connected
-from minipaged.server.logprobs import CompletionLogprobs
+from minipaged.server.logprobs import CompletionLogprobs, prompt_logprobs
 from minipaged.server.protocol import CompletionBody, parse
-from minipaged.server.sampling import checked_logprobs, sampling_params
+from minipaged.server.sampling import checked_logprobs, prompt_alternatives, sampling_params
 from minipaged.server.service import Delta, Service, note, stream_events, usage
 
 if TYPE_CHECKING:
@@ -44,13 +45,13 @@ class _Call:
     def __init__(self, service: Service, raw: bytes) -> None:
         """Runs in a worker. ApiError or ValueError for what is refused."""
         body = self.body = parse(CompletionBody, raw)
-        body.refuse_unsupported("completions")
         self.model = service.check_model(body.model)
         self.id = f"cmpl-{body.request_id or service.new_id()}"
         self.created = int(time.time())
         self.include_usage = service.include_usage(body)
         self.tokenizer = service.tokenizer
         self.k = checked_logprobs("logprobs", body.logprobs, service.settings.max_logprobs)
+        self.prompt_k = prompt_alternatives(body, service.settings.max_logprobs)
         self.n = 1 if body.n is None else body.n
         self.requests = self._requests(service)
         self.prompt_texts = [self._prompt_text(request) for request in self.requests] if body.echo else []
@@ -59,7 +60,8 @@ class _Call:
 
     def _requests(self, service: Service) -> list[EngineRequest]:
         body = self.body
-        mask = service.token_mask(body)
+        mask = None if constraint_of(body) is None else service.guide.mask_for(body, thought_is_open=False)
+        scored = [k for k in (self.prompt_k, self.k if body.echo else None) if k is not None]
         requests: list[EngineRequest] = []
         prompts = body.prompts()
         service.admission.check_size(len(prompts), self.n)
@@ -76,7 +78,7 @@ class _Call:
                 body,
                 max_tokens=max_tokens,
                 logprobs=self.k,
-                prompt_logprobs=self.k if body.echo else None,
+                prompt_logprobs=max(scored, default=None),
                 token_mask=mask,
             )
             requests.append(service.prepare(token_ids, params, body, prompt_text=text))
@@ -122,7 +124,8 @@ class _Call:
         state = self._logprobs.get((number, child.index))
         if state is None:
             skip = self.body.skip_special_tokens is not False
-            state = CompletionLogprobs(self.tokenizer, self.k or 0, skip_special_tokens=skip)
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            state = CompletionLogprobs(self.tokenizer, self.k or 0, skip_special_tokens=skip, as_ids=as_ids)
             self._logprobs[number, child.index] = state
         echoed = bool(self.body.echo and first)
         logprobs = None
@@ -132,10 +135,16 @@ class _Call:
                 token_ids = output.prompt_token_ids + token_ids
                 entries = [*(output.prompt_logprobs or ()), *entries]
             logprobs = state.add(token_ids, entries)
-        return {
+        choice = {
             "index": number * self.n + child.index,
             "text": (self.prompt_texts[number] if echoed else "") + text,
             "logprobs": logprobs,
             "finish_reason": child.finish_reason,
             "stop_reason": child.stop_reason,
         }
+        if self.prompt_k is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.prompt_k)
+        if self.body.return_token_ids:
+            choice["token_ids"] = child.token_ids[old_tokens:]
+            choice["prompt_token_ids"] = output.prompt_token_ids if first else None
+        return choice

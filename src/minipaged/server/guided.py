@@ -1,4 +1,4 @@
-"""Grammars for generated text, by llguidance (extra `[guided]`), as `SamplingParams.token_mask`."""
+"""Grammars for generated text, by llguidance, as `SamplingParams.token_mask`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minipaged.server.constraints import OF_THE_ANSWER, Constraint, constraint_of
 from minipaged.server.errors import refused
 from minipaged.server.grammar_vocabulary import GrammarVocabulary
 from minipaged.server.tool_grammar import tool_grammar
@@ -23,7 +24,6 @@ TokenMask = Callable[[list[int]], "np.ndarray[Any, Any]"]
 MAX_CHOICES = 10_000  # the library takes more than linear time for them
 TRIAL_TOKENS = 8  # tokens without an alternative that a new grammar is followed over, to see whether it works
 MAX_STATES = 64  # per request: at least one for each of its n children, so that none has to start again
-JSON_OBJECT = {"type": "object"}
 CLOSE_THOUGHT = "</think>"
 
 
@@ -36,21 +36,36 @@ class Guide:
         self._vocab_size = vocab_size or tokenizer.vocab_size
         self._eos_token_ids = [token_id for token_id in eos_token_ids if token_id < self._vocab_size]
 
-    def mask_for(self, body: GenerationBody, *, thought_is_open: bool) -> TokenMask | None:
-        """The mask that `response_format` or a `guided_...` field asks for, None if there is none.
+    def mask_for(
+        self,
+        body: GenerationBody,
+        *,
+        thought_is_open: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
+        parallel: bool = True,
+    ) -> TokenMask | None:
+        """The mask that the body's constraint asks for, None if there is none.
 
-        thought_is_open: the prompt ends inside a thought; what follows it is guided, the thought is not. 400 for a
-        grammar that makes no sense, for two at once, and without llguidance.
+        thought_is_open: the prompt ends inside a thought; what follows it is guided, the thought is not. tools: may be
+        called instead of an answer that follows `response_format`, several times if parallel. 400 for a grammar that
+        makes no sense, for two at once, and without llguidance.
         """
-        wanted = [(name, value) for name, value in _wishes(body).items() if value is not None]
-        if not wanted:
+        constraint = constraint_of(body)
+        if constraint is None:
             return None
-        if len(wanted) > 1:
-            raise refused(f"{' and '.join(name for name, _ in wanted)} exclude each other: give one", wanted[0][0])
-        name, value = wanted[0]
+        name = constraint.field
         if body.ignore_eos or body.min_tokens:
             raise refused(f"{name} excludes ignore_eos and min_tokens: the grammar says where the text ends", name)
-        return self._mask(name, lambda: _grammar(_llguidance(name), name, value), thought_is_open=thought_is_open)
+
+        def write_grammar() -> str:
+            grammar = _grammar(_llguidance(name), constraint)
+            if not tools or name != OF_THE_ANSWER:
+                return grammar
+            names = [tool["function"]["name"] for tool in tools]
+            calls = tool_grammar(tools, names, parallel=parallel, reference=self._vocabulary.reference)
+            return _either(calls, grammar)
+
+        return self._mask(name, write_grammar, thought_is_open=thought_is_open)
 
     def mask_for_tools(
         self, tools: Sequence[dict[str, Any]], names: Sequence[str], *, parallel: bool, thought_is_open: bool
@@ -157,54 +172,51 @@ class GrammarMask:
         return matcher
 
 
-def _wishes(body: GenerationBody) -> dict[str, Any]:
-    form = body.response_format
-    schema: Any = None
-    if form is not None and form.type == "json_object":
-        schema = JSON_OBJECT
-    elif form is not None and form.type == "json_schema":
-        if form.json_schema is None:
-            raise refused("response_format of type json_schema needs json_schema", "response_format")
-        schema = form.json_schema.schema_
-    return {
-        "response_format": schema,
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "guided_grammar": body.guided_grammar,
-    }
-
-
-def asks_for_grammar(body: GenerationBody) -> bool:
-    """Whether any field of a body asks for one."""
-    return any(value is not None for value in _wishes(body).values())
-
-
 def _llguidance(name: str) -> Any:
     try:
         import llguidance
     except ImportError:
-        raise refused(f"{name} needs llguidance, which is not installed here: pip install '.[guided]'", name) from None
+        raise refused(f"{name} needs llguidance, which is not installed here: pip install llguidance", name) from None
     return llguidance
 
 
-def _grammar(llguidance: Any, name: str, value: Any) -> str:
-    matcher = llguidance.LLMatcher
-    if name in ("response_format", "guided_json"):
+def _grammar(llguidance: Any, constraint: Constraint) -> str:
+    matcher, name, value = llguidance.LLMatcher, constraint.field, constraint.value
+    if constraint.kind == "json":
         schema = value if isinstance(value, str) else json.dumps(value)
         try:
             return str(matcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False}))
         except ValueError as error:
             raise refused(f"{name} cannot be used: {_first_line(str(error))}", name) from None
-    if name == "guided_regex":
+    if constraint.kind == "regex":
         return str(matcher.grammar_from_regex(value))
-    if name == "guided_grammar":
-        return str(matcher.grammar_from_lark(value))
+    if constraint.kind == "grammar":
+        return str(matcher.grammar_from_lark(_lark(name, value)))
     if not value or not all(value):
-        raise refused("guided_choice must be a non-empty list of non-empty strings", name)
+        raise refused(f"{name} must hold a non-empty list of non-empty strings", name)
     if len(value) > MAX_CHOICES:
-        raise refused(f"guided_choice must hold at most {MAX_CHOICES} choices, got {len(value)}", name)
+        raise refused(f"{name} must hold at most {MAX_CHOICES} choices, got {len(value)}", name)
     return str(matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in value)))
+
+
+def _lark(name: str, text: str) -> str:
+    """A grammar in Lark as it is, one in GBNF (llama.cpp's and XGrammar's form of EBNF) as Lark."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if is_lark_syntax(text):
+        return text
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # of the library's own, of any class
+        raise refused(f"{name} is no grammar, neither in Lark nor in GBNF: {_first_line(str(error))}", name) from None
+
+
+def _either(calls: str, answer: str) -> str:
+    """Calls of tools, by a Lark grammar, or a text of the grammar `answer`."""
+    whole = json.loads(answer)
+    first, *others = whole["grammars"]
+    lark = calls.replace("start:", "start: called | @content\ncalled:", 1)
+    return json.dumps({**whole, "grammars": [{"lark_grammar": lark}, {**first, "name": "content"}, *others]})
 
 
 def _after_a_thought(grammar: str, vocabulary: GrammarVocabulary) -> str:

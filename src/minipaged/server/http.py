@@ -47,7 +47,8 @@ async def read_body(request: Request, limit: int, timeout: float) -> bytes:
     headers = request.headers
     if "origin" in headers and headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         # Any page in a browser may send other types to this address unasked; for this one the browser asks first (a
-        # preflight request), and is not answered. Programs send no Origin, and their Content-Type is not looked at.
+        # preflight request), and hears no unless --allowed-origins says yes. Programs send no Origin, and their
+        # Content-Type is not looked at.
         raise refused("Content-Type must be application/json in a request with an Origin")
     too_large = ApiError(413, f"the body must be at most {limit} bytes", headers={"Connection": "close"})
     announced = headers.get("content-length", "")
@@ -105,18 +106,19 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator of encoded ones, ended by `[DONE]`; the iterator is closed in any case.
+    """Server-sent events from an iterator of encoded ones, ended by `last`; the iterator is closed in any case.
 
     An exception in it becomes an event: the status line is long gone. `finish` runs at the very end.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], finish: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], finish: Callable[[], None], *, last: bytes = DONE) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.events = events
         self.finish = finish
+        self.last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -136,4 +138,4 @@ class EventStream(Response):
                     logger.exception("a stream failed")
                     error = unexpected(error)
                 await send({"type": "http.response.body", "body": event(error.body()), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.last, "more_body": False})

@@ -15,28 +15,52 @@ Entry = dict[int, "Logprob"]  # the token itself first, then the most likely one
 FLOOR = -9999.0
 
 
-def chat_logprobs(entries: Sequence[Entry], k: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Chat: one object per token, with its k most likely alternatives."""
-    return {"content": [_chat_entry(entry, k, tokenizer) for entry in entries], "refusal": None}
+def token_logprobs(
+    entries: Sequence[Entry], k: int, tokenizer: Tokenizer, *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """Chats and responses: one object per token, with its k most likely alternatives. as_ids: `token` is
+    "token_id:NUMBER"."""
+
+    def named(token_id: int, logprob: Logprob) -> dict[str, Any]:
+        name = f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
+        raw = tokenizer.id_to_bytes(token_id)
+        return {"token": name, "logprob": max(logprob.logprob, FLOOR), "bytes": list(raw)}
+
+    def with_alternatives(entry: Entry) -> dict[str, Any]:
+        chosen = next(iter(entry))
+        top = sorted((lp.rank, token_id) for token_id, lp in entry.items() if lp.rank <= k)
+        return {**named(chosen, entry[chosen]), "top_logprobs": [named(i, entry[i]) for _, i in top]}
+
+    return [with_alternatives(entry) for entry in entries]
 
 
-def _chat_entry(entry: Entry, k: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    chosen = next(iter(entry))
-    top = sorted((lp.rank, token_id) for token_id, lp in entry.items() if lp.rank <= k)
-    alternatives = [_token(token_id, entry[token_id], tokenizer) for _, token_id in top]
-    return {**_token(chosen, entry[chosen], tokenizer), "top_logprobs": alternatives}
+def prompt_logprobs(entries: Sequence[Entry | None] | None, k: int | None) -> list[dict[str, Any] | None] | None:
+    """vLLM's: per token of the prompt, the token's id -> its log-probability, rank and text; None for the first one."""
+    if k is None or entries is None:
+        return None
 
+    def shown(entry: Entry) -> dict[str, Any]:
+        own = next(iter(entry))
+        return {
+            str(token_id): {
+                "logprob": max(lp.logprob, FLOOR),
+                "rank": lp.rank,
+                "decoded_token": lp.decoded_token,
+            }
+            for token_id, lp in entry.items()
+            if token_id == own or lp.rank <= k
+        }
 
-def _token(token_id: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    raw = tokenizer.id_to_bytes(token_id)
-    return {"token": tokenizer.token_text(token_id), "logprob": max(logprob.logprob, FLOOR), "bytes": list(raw)}
+    return [None if entry is None else shown(entry) for entry in entries]
 
 
 class CompletionLogprobs:
     """Completions: four parallel lists; text_offset counts characters of the text, with the prompt if it is echoed."""
 
-    def __init__(self, tokenizer: Tokenizer | None, k: int, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, k: int, *, skip_special_tokens: bool, as_ids: bool = False) -> None:
+        """k: alternatives per token. as_ids: tokens are called "token_id:NUMBER"."""
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._k = k
         self._skip = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -60,7 +84,7 @@ class CompletionLogprobs:
 
     def _name(self, token_id: int) -> str:
         """Its text; bytes for a part of a character, as OpenAI writes them, so that two of them are not one key."""
-        if self._tokenizer is None:
+        if self._tokenizer is None or self._as_ids:
             return f"token_id:{token_id}"
         raw = self._tokenizer.id_to_bytes(token_id)
         try:

@@ -14,14 +14,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from minipaged.server.request_metrics import ITL_BUCKETS, LATENCY_BUCKETS, RequestMetrics
+
 if TYPE_CHECKING:
     from minipaged.engine import RequestOutput
     from minipaged.llm import AsyncLLM
 
 PREFIX = "minipaged:"
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40)
-LATENCY_BUCKETS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
+SOURCES = ("local_compute", "local_cache_hit")
 TOKENS_BUCKETS = tuple(1 << power for power in range(15))
 
 
@@ -39,7 +40,17 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineNumbers(llm))
         ProcessCollector(registry=self.registry)
+        self.requests = RequestMetrics(self.registry, PREFIX, llm.engine.room_for(0))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got their first token.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
+        self.by_source = Counter(
+            PREFIX + "prompt_tokens_by_source",
+            "Prompt tokens by where they came from.",
+            ["source"],
+            registry=self.registry,
+        )
+        for source in SOURCES:
+            self.by_source.labels(source)
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens.")
         self.success = Counter(
             PREFIX + "request_success", "Requests that ended.", ["finished_reason"], registry=self.registry
@@ -51,9 +62,7 @@ class Metrics:
             "time_to_first_token_seconds", "Arrival to first token, queue included.", TTFT_BUCKETS
         )
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.", ITL_BUCKETS)
-        self.e2e = self._histogram(
-            "e2e_request_latency_seconds", "Arrival to end, of requests that were not aborted.", LATENCY_BUCKETS
-        )
+        self.tpot = self._histogram("time_per_output_token_seconds", "The former name of the same.", ITL_BUCKETS)
         self.queue_time = self._histogram(
             "request_queue_time_seconds", "Arrival to the first step that computes the request.", LATENCY_BUCKETS
         )
@@ -87,10 +96,11 @@ class Metrics:
             if times.first_scheduled_time is not None:
                 self.queue_time.observe(times.first_scheduled_time - times.arrival_time)
             if tokens and times.first_token_time is not None:
-                self.prompt_tokens.inc(len(output.prompt_token_ids))
+                self._count_prompt(len(output.prompt_token_ids), output.num_cached_tokens or 0)
                 self.ttft.observe(times.first_token_time - times.arrival_time)
         elif tokens > before.tokens:
             self.itl.observe(now - before.time)
+            self.tpot.observe(now - before.time)
         if tokens > before.tokens:
             self.generation_tokens.inc(tokens - before.tokens)
             before.tokens, before.time = tokens, now
@@ -99,8 +109,14 @@ class Metrics:
             reasons = {child.finish_reason for child in output.outputs}
             reason = next(r for r in ("error", "abort", "length", "stop") if r in reasons)
             self.success.labels(reason).inc()
-            if reason in ("stop", "length") and times.finished_time is not None:
-                self.e2e.observe(times.finished_time - times.arrival_time)
+            if reason in ("stop", "length"):
+                self.requests.ended(output)
+
+    def _count_prompt(self, tokens: int, cached: int) -> None:
+        self.prompt_tokens.inc(tokens)
+        self.cached_tokens.inc(cached)
+        for source, number in zip(SOURCES, (tokens - cached, cached), strict=True):
+            self.by_source.labels(source).inc(number)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(PREFIX + name, text, registry=self.registry)
@@ -116,7 +132,7 @@ class _EngineNumbers(Collector):
         self._llm = llm
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._llm.stats()
+        stats, engine = self._llm.stats(), self._llm.engine
         gauges = {
             "num_requests_running": ("Sequences that hold blocks.", stats.running),
             "num_requests_waiting": ("Requests that wait for their first step, or again.", stats.waiting),
@@ -136,6 +152,20 @@ class _EngineNumbers(Collector):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(PREFIX + name, text, value)
+        reasons = GaugeMetricFamily(
+            PREFIX + "num_requests_waiting_by_reason", "Requests that wait, by what for.", labels=["reason"]
+        )
+        reasons.add_metric(["capacity"], stats.waiting)  # nothing else ever defers one
+        yield reasons
+        manager = engine.block_manager
+        cache = {
+            "block_size": str(manager.block_size),
+            "num_gpu_blocks": str(stats.blocks_total),  # vLLM's name, wherever the blocks are
+            "enable_prefix_caching": str(manager.enable_prefix_caching),
+        }
+        info = GaugeMetricFamily(PREFIX + "cache_config_info", "The cache, in labels; always 1.", labels=list(cache))
+        info.add_metric(list(cache.values()), 1)
+        yield info
         blocks = GaugeMetricFamily(PREFIX + "kv_blocks", "KV blocks by state.", labels=["state"])
         states = {
             "free": stats.blocks_free,

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from minipaged import __version__
-from minipaged.server.chat import template_messages, template_tools
+from minipaged.server.chat_request import template_messages, template_tools
 from minipaged.server.errors import ApiError, refused
 from minipaged.server.http import encode, read_body, while_connected
 from minipaged.server.protocol import DetokenizeBody, TokenizeBody, parse

@@ -1,138 +1,64 @@
 """What a body may hold. Types are strict ("5" is not a number); unknown fields are ignored, null means "not given".
 
-Ranges are checked once, in `SamplingParams`. Fields that OpenAI or vLLM know and that would change the answer, but are
-not implemented, are refused: `NOT_SUPPORTED`.
+Ranges are checked once, in `SamplingParams`. Fields that others know and that would change the answer, but are not
+implemented, are refused: `unsupported`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 
+from minipaged.server import unsupported
 from minipaged.server.errors import from_validation_error, refused
+from minipaged.server.parts import ChatMessage, ResponseFormat, StreamOptions, StructuredOutputs, Tool
 
 M = TypeVar("M", bound="Body")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "echo": (False,),
-    "parallel_tool_calls": (True,),
-}
-NEUTRAL |= dict.fromkeys(("store", "use_beam_search", "return_token_ids", "logprobs_in_prompt"), (False,))
-NEUTRAL |= {"length_penalty": (1, 1.0), "modalities": (["text"],), "service_tier": ("auto", "default")}
-"""Values of unsupported fields that ask for nothing; null always does."""
-
-_ANYWHERE = {
-    "allowed_token_ids": "use logit_bias",
-    "bad_words": "use logit_bias",
-    "prompt_logprobs": "use echo with logprobs in /v1/completions",
-    "truncate_prompt_tokens": "shorten the prompt",
-    "structured_outputs": "use response_format or guided_regex",
-    "use_beam_search": "use n",
-    "beam_width": "use n",
-    "length_penalty": "it needs beam search",
-    "best_of": "use n",
-    "return_token_ids": "use /tokenize",
-}
-NOT_SUPPORTED = {
-    "completions": {**_ANYWHERE, "suffix": "leave it out"},
-    "chat": {
-        **_ANYWHERE,
-        "audio": "text only",
-        "chat_template": "the model's own template is used; see chat_template_kwargs",
-        "echo": "use /v1/completions",
-        "function_call": "use tools",
-        "functions": "use tools",
-        "modalities": 'only ["text"]',
-        "parallel_tool_calls": "only true",
-        "reasoning_effort": 'use chat_template_kwargs, e.g. {"enable_thinking": false}',
-        "store": "nothing is stored",
-        "verbosity": "leave it out",
-        "web_search_options": "leave it out",
-    },
-}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Body(BaseModel):
     """Base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    not_supported: ClassVar[dict[str, str]] = {}
 
     model: str | None = None
 
-    def refuse_unsupported(self, kind: Literal["completions", "chat"]) -> None:
+    def refuse_unsupported(self) -> None:
         """400 for a known field that is not implemented and asks for something."""
         given = self.__pydantic_extra__ or {}
-        for name, advice in NOT_SUPPORTED[kind].items():
-            value = given.get(name)
-            if value is not None and value not in NEUTRAL.get(name, ()):
+        for name, advice in self.not_supported.items():
+            if name in given and unsupported.asks_for_something(name, given[name]):
                 raise refused(f"{name} is not supported: {advice}", name)
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """A body as `model`. ApiError 400 that names the first field that is wrong, or says why it is not JSON."""
+    """A body as `model`. ApiError 400 that names the first field that is wrong or not supported, or says why it is not
+    JSON.
+    """
     try:
-        return model.model_validate_json(body)
+        parsed = model.model_validate_json(body)
     except ValidationError as error:
         raise from_validation_error(error) from None
+    parsed.refuse_unsupported()
+    return parsed
 
 
-class StreamOptions(BaseModel):
-    """include_usage: a last event with the usage. continuous_usage_stats: also the usage so far in every event."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class JsonSchemaFormat(BaseModel):
-    """The inner object of a json_schema response format; `schema` is the schema itself."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(BaseModel):
-    """text, json_object or json_schema."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class GenerationBody(Body):
-    """What completions and chats have in common: OpenAI's sampling fields, then vLLM's."""
+class SamplingBody(Body):
+    """What everything that generates has in common: OpenAI's sampling fields, then vLLM's and others'."""
 
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    user: str | None = None
-    response_format: ResponseFormat | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -142,18 +68,37 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    ebnf: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What completions and chats have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionBody(GenerationBody):
     """Body of /v1/completions."""
+
+    not_supported = unsupported.COMPLETIONS
 
     prompt: Annotated[
         Any,
@@ -192,54 +137,6 @@ def _is_int(value: object) -> bool:
     return type(value) is int
 
 
-class ToolFunction(BaseModel):
-    """A function that the model may call; parameters is a JSON schema."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    """The only kind of tool there is."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    type: Literal["function"]
-    function: ToolFunction
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _remembering(cls, data: Any, validate: ModelWrapValidatorHandler[Tool]) -> Tool:
-        return validate(data).came_as(data)
-
-    def came_as(self, data: Any) -> Tool:
-        """Itself, with what it was made from."""
-        self._given = data if isinstance(data, dict) else self.model_dump(exclude_unset=True)
-        return self
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """As it came, in the client's order: what a template prints is the prompt."""
-        return self._given
-
-
-class ChatMessage(BaseModel):
-    """One message of a conversation. Roles as OpenAI's; `reasoning_content` is what the server gave out before."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
 class TemplateBody(Body):
     """What goes into the chat template."""
 
@@ -254,15 +151,23 @@ class TemplateBody(Body):
 class ChatBody(GenerationBody, TemplateBody):
     """Body of /v1/chat/completions."""
 
+    not_supported = unsupported.CHAT
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
     stop_in_reasoning: bool | None = None
 
 
 class TokenizeBody(Body):
     """Body of /tokenize: a prompt, or messages that the chat template turns into one."""
+
+    not_supported = unsupported.TOKENIZE
 
     prompt: str | None = None
     messages: list[ChatMessage] | None = None

@@ -66,6 +66,15 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(key): value for key, value in given.items()}
 
 
+def prompt_alternatives(body: GenerationBody, limit: int) -> int | None:
+    """The checked `prompt_logprobs`, None for nothing. 400 outside 0..limit, and in a stream, which has no place for
+    them."""
+    k = checked_logprobs("prompt_logprobs", body.prompt_logprobs, limit)
+    if k is not None and body.stream:
+        raise refused("prompt_logprobs needs stream to be false", "prompt_logprobs")
+    return k
+
+
 def checked_logprobs(name: str, value: int | None, limit: int) -> int | None:
     """A number of alternatives per token. 400 outside 0..limit."""
     if value is not None and not 0 <= value <= limit:

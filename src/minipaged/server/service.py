@@ -14,9 +14,10 @@ from minipaged.errors import RequestTooLargeError
 from minipaged.llm import EngineDeadError
 from minipaged.server.admission import Admission
 from minipaged.server.errors import ApiError, from_value_error, refused
-from minipaged.server.guided import GrammarMask, Guide, TokenMask, asks_for_grammar
+from minipaged.server.guided import GrammarMask, Guide
 from minipaged.server.metrics import Metrics
 from minipaged.server.protocol import CompletionBody
+from minipaged.server.thinking_budget import ThinkingBudget
 
 if TYPE_CHECKING:
     from minipaged.engine import CompletionOutput, Request, RequestOutput, SamplingParams
@@ -108,6 +109,8 @@ class Service:
             raise refused("messages must hold at least one message, got none", "messages")
         if tools and "tool_use" not in template.templates and "tools" not in template.templates.get("default", ""):
             raise refused("tools must be left out: this model's chat template does not know them", "tools")
+        if documents and "documents" not in "".join(template.templates.values()):
+            raise refused("documents must be left out: this model's chat template does not know them", "documents")
         for name in template_kwargs or ():
             if name in RENDER_ARGUMENTS:
                 raise refused(f"chat_template_kwargs must not hold {name!r}: it has a field of its own or none")
@@ -119,10 +122,6 @@ class Service:
             continue_final_message=continue_final_message,
             **(template_kwargs or {}),
         )
-
-    def token_mask(self, body: GenerationBody, *, thought_is_open: bool = False) -> TokenMask | None:
-        """The grammar that a body asks for, None if there is none."""
-        return self.guide.mask_for(body, thought_is_open=thought_is_open) if asks_for_grammar(body) else None
 
     @cached_property
     def guide(self) -> Guide:
@@ -185,7 +184,10 @@ class Service:
             if error.status == 429:
                 self.metrics.rejected.inc()
             raise
-        return Batch(self, requests)
+        batch = Batch(self, requests)
+        for request in requests:
+            self.metrics.requests.queued(request.params)
+        return batch
 
     def close(self) -> None:
         """Let the worker thread end."""
@@ -249,6 +251,8 @@ class Batch:
 
 
 def _failure(output: RequestOutput, completion: CompletionOutput, mask: object) -> ApiError:
+    if isinstance(mask, ThinkingBudget):
+        mask = mask.inner
     if isinstance(mask, GrammarMask) and mask.failure is not None:
         tokens = max(len(child.token_ids) for child in output.outputs)
         return refused(f"{mask.field} cannot be followed beyond token {tokens}: {mask.failure}", mask.field)
