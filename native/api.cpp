@@ -1,6 +1,6 @@
 // The exported functions: choice of the instruction set and huge-page memory. The kernels hang on the
 // table that mp_find returns, so that two callers in one process may use different ones.
-#include "api.h"
+#include "packed.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -70,8 +70,4 @@ MP_API void* mp_allocate(size_t bytes) {
 
 MP_API void mp_release(void* p, size_t bytes) { munmap(p, (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE); }
 
-MP_API int64_t mp_packed_bytes(const mp_weight* w) {
-    const int64_t words = w->type == MP_BF16 ? (w->in_features + 1) / 2 : w->in_features;
-    const int64_t columns = w->gated ? (w->out_features / 2 + 15) / 16 * 32 : (w->out_features + 31) / 32 * 32;
-    return columns * words * 4;
-}
+MP_API int64_t mp_packed_bytes(const mp_weight* w) { return packed_bytes(*w); }

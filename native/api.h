@@ -1,4 +1,4 @@
-// The C interface. Python fills these structs (minipaged/ops/native.py packs the same fields in the same order);
+// The C interface. Python fills these structs (minipaged/ops/cpu/arguments.py packs the same fields in the same order);
 // every field is 8 bytes wide so that the layout is the same on both sides. Strides are in elements unless named bytes.
 #pragma once
 #include <stdint.h>

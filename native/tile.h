@@ -4,6 +4,7 @@
 // tile[k][column], so that one vector load gives the k-th word of 16 columns. An output element is ONE register that
 // runs over k upwards. Nothing here ever splits or reorders k: this is what makes results independent of the batch.
 #pragma once
+#include "packed.h"
 #include "simd.h"
 
 namespace MP_ISA {
@@ -11,9 +12,8 @@ namespace MP_ISA {
 template <class T>
 constexpr int WORD = 4 / sizeof(T);  // elements per word
 
-constexpr int PANEL = 32;      // columns of a packed weight that lie side by side
-constexpr int MAX_ROWS = 12;   // rows that one call of `product` takes
-constexpr int MAX_VECTORS = 8; // vectors of 16 columns that it takes
+constexpr int MAX_ROWS = 12;    // rows that one call of `product` takes
+constexpr int MAX_VECTORS = 8;  // vectors of 16 columns that it takes
 
 // A product of two bf16 pairs is one instruction (dpbf16) where the machine has it. Elsewhere the left operand is kept in
 // float32, the right one is widened as it is read, and a pair is two fused multiply-adds. The bits are the same:

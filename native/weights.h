@@ -1,15 +1,8 @@
-// Packed weights: panels of 32 output columns, each a tile [words][32] (see tile.h), one after the other. A gated weight puts
-// 16 gate and the 16 up columns that belong to them into one panel, so that SiLU(gate) * up needs no second pass.
+// Packed weights (packed.h): each panel is a tile as tile.h multiplies it.
 #pragma once
-#include "api.h"
 #include "tile.h"
 
 namespace MP_ISA {
-
-inline int64_t words_of(const mp_weight& w) { return w.type == MP_BF16 ? ceil_div(w.in_features, 2) : w.in_features; }
-inline int64_t panel_outputs(const mp_weight& w) { return w.gated ? PANEL / 2 : PANEL; }  // results per panel
-inline int64_t outputs(const mp_weight& w) { return w.gated ? w.out_features / 2 : w.out_features; }
-inline int64_t panels(const mp_weight& w) { return ceil_div(outputs(w), panel_outputs(w)); }
 
 // The row of the weight that is column c of panel p, or -1 for padding.
 inline int64_t source_row(const mp_weight& w, int64_t p, int64_t c) {

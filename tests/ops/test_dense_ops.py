@@ -134,3 +134,25 @@ def test_qk_norm_rope_write(dtype: torch.dtype, num_heads: int, num_kv_heads: in
 
 def rope_pair(rope: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
     return rope.cos, rope.sin
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_without_qk_norm_heads_are_rotated_as_they_are(name: str, dtype: torch.dtype) -> None:
+    """The attention of Qwen2 and Llama, into a cache of another type."""
+    backend, positions, slots = get_backend(name), torch.tensor([3, 0, 40]), torch.tensor([9, 2, 0])
+    qkv = randn(3, 8 * 16).to(dtype)
+    angles = torch.arange(64.0)[:, None] * 1e4 ** (-torch.arange(0, 16, 2) / 16)
+    rotary = backend.pack_rotary(QKNormRoPE(None, None, RotaryTable(angles.cos(), angles.sin()), 4, 2))
+    cache = PagedKVCache(4, 2, 3, 16, dtype=torch.bfloat16 if dtype == torch.float32 else torch.float32)
+    query = backend.qk_norm_rope_write(qkv, rotary, cache, positions, slots)
+    q, k, v = qkv.view(3, 8, 16).split([4, 2, 2], dim=1)
+    cos, sin = (torch.cat([t[positions]] * 2, dim=-1)[None] for t in rope_pair(rotary.rope))
+    expected_q, expected_k = apply_rotary_pos_emb(
+        q[None].transpose(1, 2).float(), k[None].transpose(1, 2).float(), cos, sin
+    )
+    assert query.dtype == dtype
+    assert near(query, expected_q[0].transpose(0, 1))
+    for row, slot in enumerate(slots.tolist()):
+        assert near(cache.key_cache[slot // 3, :, slot % 3], expected_k[0, :, row])
+        assert near(cache.value_cache[slot // 3, :, slot % 3], v[row])
