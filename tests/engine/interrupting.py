@@ -1,13 +1,20 @@
-"""Ctrl-C at a chosen place: the n-th time that a Python function is called or returns."""
+"""Ctrl-C at a chosen place: the n-th time that a Python function is called or returns.
+
+Generators do not count: what is raised while one is being closed is lost, whoever raises it.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
-PACKAGE = "minipaged"
+
+def counts(frame: FrameType, event: str) -> bool:
+    code = frame.f_code
+    return event in ("call", "return") and "minipaged" in code.co_filename and not code.co_flags & CO_GENERATOR
 
 
 def interrupted(work: Callable[[], Any], at: int) -> bool:
@@ -16,7 +23,7 @@ def interrupted(work: Callable[[], Any], at: int) -> bool:
 
     def hook(frame: FrameType, event: str, arg: object) -> None:
         nonlocal left
-        if event in ("call", "return") and PACKAGE in frame.f_code.co_filename:
+        if counts(frame, event):
             left -= 1
             if left == 0:
                 sys.setprofile(None)
@@ -38,7 +45,7 @@ def places(work: Callable[[], Any]) -> int:
 
     def hook(frame: FrameType, event: str, arg: object) -> None:
         nonlocal count
-        count += event in ("call", "return") and PACKAGE in frame.f_code.co_filename
+        count += counts(frame, event)
 
     sys.setprofile(hook)
     try:

@@ -11,7 +11,7 @@ import pytest
 
 from minipaged import LLM, cgroup
 from minipaged.llm.memory import check_cpu_memory, size_pool
-from minipaged.model.qwen3 import Qwen3Model
+from minipaged.model import weights
 from minipaged.model.random_weights import QWEN3_SHAPES
 from minipaged.threads import default_threads
 from tiny import make_tiny_folder
@@ -215,7 +215,7 @@ def test_a_model_that_memory_cannot_hold_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_tiny_folder(tmp_path, edit_config={"max_position_embeddings": 10**12})
-    monkeypatch.setattr(Qwen3Model, "load", None)
+    monkeypatch.setattr(weights, "load_model", None)
     with pytest.raises(MemoryError, match=r"1000000000000 positions .* lower .* max_model_len"):
         LLM(folder)
 
