@@ -156,7 +156,7 @@ def test_generate_may_be_cut_short_anywhere(demo: LLM, thorough: bool) -> None:
     expected = what(run(demo))
     total = places(lambda: run(demo))
     assert total > 2000
-    for at in range(1, total + 1, total // (2000 if thorough else 40)):
+    for at in range(1, total + 1, total // (500 if thorough else 40)):
         demo.engine.block_manager.reset_prefix_cache()
         interrupted(lambda: run(demo), at)
         assert what(run(demo)) == expected, at

@@ -80,7 +80,8 @@ class LLM:
         use_tqdm: a progress bar on stderr.
 
         ValueError for any prompt that cannot run (RequestTooLargeError if it is too long): then none of them has run.
-        An exception, Ctrl-C included, ends all of them and frees their blocks.
+        An exception, Ctrl-C included, ends all of them and frees their blocks. Ctrl-C waits for the end of the step
+        that runs; a second one does not.
         """
         requests = [self._prepare(prompt, params) for prompt, params in _paired(_listed(prompts), sampling_params)]
         return self._run(requests, use_tqdm)
