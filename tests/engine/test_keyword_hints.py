@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
     ("call", "keyword", "hint"),
     [
         (LLM, "max_model_length", r"did you mean max_model_len( or .*)?\?"),
-        (LLM, "tensor_parallel_size", r"the list is in help\(LLM\)"),
+        (LLM, "tensor_parallel_size", r"the list is in help\(minipaged.LLM\)"),
         (AsyncLLM, "num_block", "did you mean num_blocks"),
         (AsyncLLM, "tensor_parallel_size", r"the list is in help\(minipaged.LLM\)"),
         (SamplingParams, "temprature", r"did you mean temperature\?"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from numbers import Number
 from pathlib import Path
@@ -22,6 +22,7 @@ from minipaged.text.detokenizer import ChatText
 
 if TYPE_CHECKING:
     from minipaged.engine.request import Request
+    from minipaged.llm.progress import ProgressBar
     from minipaged.model.source import ModelSource
     from minipaged.text.tokenizer import Tokenizer
 
@@ -38,14 +39,13 @@ class LLM:
     and `text` is "".
     dtype: "auto" (the checkpoint's type where the processor is fast at it), "float32", "bfloat16", "float16".
     device: "auto", "cpu", "cuda". backend: "cpu", "torch", "triton", "flashinfer", "reference"; None = the best.
-    block_size: tokens per KV block. num_blocks: blocks in the pool; None = as many as `kv_cache_memory` (bytes) holds,
-    and if that is
-        None too, a quarter of the memory that the weights leave free (on a GPU: up to `gpu_memory_utilization` of all
-        of it).
+    block_size: tokens per KV block.
+    num_blocks: blocks in the pool; None = as many as `kv_cache_memory` (bytes) holds, and if that is None too, a
+    quarter of the memory that the weights leave free (on a GPU: up to `gpu_memory_utilization` of all of it).
     max_model_len: longest prompt + output in tokens; None = the model's, or what the pool holds if that is less (with a
     warning).
-    max_num_seqs: sequences that hold blocks at once. max_num_batched_tokens: tokens computed per step, None = 512 (GPU:
-    8192).
+    max_num_seqs: sequences that hold blocks at once.
+    max_num_batched_tokens: tokens computed per step, None = 512 (GPU: 8192).
     enable_prefix_caching: reuse the K/V of common beginnings. eviction_policy: "lru", "lfu" or an `EvictionPolicy`.
     scheduling_policy: "fcfs" or "priority". seed: for requests that bring none of their own.
     threads: compute threads of the process; None = what affinity and the control group's quota allow, or fewer if
@@ -62,9 +62,8 @@ class LLM:
         self._loaded: LoadedEngine | None = load_engine(given)
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._news: dict[
-            str, RequestOutput | None
-        ] = {}  # of each request that somebody here waits for: its latest output, once
+        # Of each request that somebody here waits for: its latest output, once.
+        self._news: dict[str, RequestOutput | None] = {}
 
     # ---- text
 
@@ -76,10 +75,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one prompt or several, which run together; one output per prompt, in their order.
 
-        prompts: a string, token ids, or a list of either. sampling_params: for all, or one per prompt; None = the
-        model's defaults.
-        use_tqdm: a progress bar on stderr. ValueError for any prompt that cannot run (RequestTooLargeError if it is too
-        long): then none of them has run. An exception, Ctrl-C included, ends all of them and frees their blocks.
+        prompts: a string, token ids, or a list of either.
+        sampling_params: for all, or one per prompt; None = the model's defaults.
+        use_tqdm: a progress bar on stderr.
+
+        ValueError for any prompt that cannot run (RequestTooLargeError if it is too long): then none of them has run.
+        An exception, Ctrl-C included, ends all of them and frees their blocks.
         """
         requests = [self._prepare(prompt, params) for prompt, params in _paired(_listed(prompts), sampling_params)]
         return self._run(requests, use_tqdm)
@@ -214,13 +215,14 @@ class LLM:
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
         live = _Live(self, requests)
-        with _Bar(len(requests), use_tqdm) as bar, Interrupts() as interrupts, closing(live), live:
+        with _progress(len(requests), use_tqdm) as bar, Interrupts() as interrupts, closing(live), live:
             while len(results) < len(requests):
                 for request in requests:
                     output = None if request.request_id in results else self._take(request)
                     if output is not None and output.finished:
                         results[request.request_id] = output
-                        bar(output)
+                        if bar is not None:
+                            bar.update(output)
                 interrupts.deliver()
                 if len(results) < len(requests):
                     self._step()
@@ -288,35 +290,13 @@ class _Live:
                     self.llm._loaded.engine.drop(request)
 
 
-class _Bar:
-    """A progress bar over prompts, with the rate in tokens; nothing at all if it is not wanted."""
+def _progress(total: int, wanted: bool) -> AbstractContextManager[ProgressBar | None]:
+    """What shows how far `total` prompts are; the bar is loaded only where it is wanted."""
+    if not wanted or not total:
+        return nullcontext()
+    from minipaged.llm.progress import ProgressBar
 
-    def __init__(self, total: int, wanted: bool) -> None:
-        self._bar: Any = None
-        self._prompt_tokens = self._output_tokens = 0
-        if wanted and total:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True)
-
-    def __enter__(self) -> Callable[[RequestOutput], None]:
-        return self._update
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _update(self, output: RequestOutput) -> None:
-        if self._bar is None:
-            return
-        self._prompt_tokens += len(output.prompt_token_ids)
-        self._output_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        elapsed = max(self._bar.format_dict["elapsed"], 1e-9)
-        self._bar.set_postfix_str(
-            f"in {self._prompt_tokens / elapsed:.0f} tok/s, out {self._output_tokens / elapsed:.0f} tok/s",
-            refresh=False,
-        )
-        self._bar.update()
+    return ProgressBar(total)
 
 
 def _difference(output: RequestOutput, given: list[CompletionOutput]) -> RequestOutput:
