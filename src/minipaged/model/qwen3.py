@@ -78,8 +78,7 @@ class Qwen3Model:
         """Run one step and write its K/V to `caches` (one per layer).
 
         token_ids int64 [T], in the order of `plan.batch`; logits_rows int64 [R], the rows of T whose next token is
-        wanted (None = all).
-        Returns float32 [R, V], a view of a persistent buffer: valid until the next call.
+        wanted (None = all). Returns float32 [R, V], a view of a persistent buffer: valid until the next call.
         """
         return self.logits(self.hidden_states(token_ids, plan, caches), logits_rows)
 

@@ -73,12 +73,11 @@ def load_model(
 ) -> Qwen3Model:
     """Hand every weight of `source` to `backend`, in the form that `activation_dtype` names, one matrix at a time.
 
-    max_model_len: positions in the rotary table (None = what the config is made for). max_tokens: size the
-    buffers for steps of this many tokens now; larger steps grow them. progress: a bar on stderr if that is a
-    terminal.
+    max_model_len: positions in the rotary table (None = what the config is made for). max_tokens: size the buffers for
+    steps of this many tokens now; larger steps grow them. progress: a bar on stderr if that is a terminal.
 
-    Beyond the packed weights, at most the tensors of one layer are in memory. The embedding table, which is
-    larger than a layer, comes first: while it exists twice, nothing else does.
+    Beyond the packed weights, at most the tensors of one layer are in memory. The embedding table, which is larger than
+    a layer, comes first: while it exists twice, nothing else does.
     """
     device = torch.device(device)
     max_model_len = max_model_len or config.max_context

@@ -90,9 +90,8 @@ def paged_attention_varlen(
     """Mixed prefill and decode: row b owns queries query_start_loc[b] : query_start_loc[b + 1], its LAST tokens.
 
     query [T, Hq, D], query_start_loc int32 [B + 1] from 0 to T -> [T, Hq, D]; the queries' K/V is already in the cache.
-    Causal, aligned lower right: the i-th of q queries sees keys 0 .. seq_len - q + i. Otherwise as
-    `paged_attention_online`;
-    more queries than seq_len is a ValueError, except that a row of length 0 gives zeros.
+    Causal, aligned lower right: the i-th of q queries sees keys 0 .. seq_len - q + i. More queries than seq_len is a
+    ValueError, except that a row of length 0 gives zeros. Otherwise as `paged_attention_online`.
     """
     return _attention(query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, out, backend)
 

@@ -148,13 +148,14 @@ class InputBatch:
         seq_lens: list[int] = []
         logits_rows: list[int] = []
         starts = [0]
-        for row in plan.rows:
-            end = row.start + row.num_tokens
+        counts = [row.num_tokens for row in plan.rows]
+        for row, num_tokens in zip(plan.rows, counts, strict=True):
+            end = row.start + num_tokens
             token_ids += row.sequence.token_ids[row.start : end]
             positions += range(row.start, end)
             slots += row.slots
             seq_lens.append(end)
-            starts.append(starts[-1] + row.num_tokens)
+            starts.append(starts[-1] + num_tokens)
             logits_rows += range(starts[-1] - row.num_logits, starts[-1])
         self.check_slots(slots)
 
@@ -172,9 +173,9 @@ class InputBatch:
                 block_tables=self._staging.send(tables),
                 seq_lens=self._fill("seq_lens", seq_lens),
                 query_start_loc=self._fill("query_start_loc", starts),
-                max_query_len=max((row.num_tokens for row in plan.rows), default=0),
+                max_query_len=max(counts, default=0),
                 max_seq_len=max_seq_len,
-                num_decode_rows=next((i for i, row in enumerate(plan.rows) if row.num_tokens != 1), len(plan.rows)),
+                num_decode_rows=next((i for i, n in enumerate(counts) if n != 1), len(counts)),
             ),
             self._fill("logits_rows", logits_rows),
         )

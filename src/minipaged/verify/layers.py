@@ -72,9 +72,8 @@ class _Pool:
 
     def __init__(self, model: Qwen3Model, prompts: Sequence[Sequence[int]], block_size: int, seed: int) -> None:
         config, self._device = model.config, model.device
-        num_blocks = (
-            2 * sum(num_logical_blocks(len(prompt), block_size) for prompt in prompts) + 1
-        )  # half of it stays unused, and NaN
+        # Half of the pool stays unused, and NaN.
+        num_blocks = 2 * sum(num_logical_blocks(len(prompt), block_size) for prompt in prompts) + 1
         order = list(range(num_blocks))
         random.Random(seed).shuffle(order)
         self._manager = KVBlockManager(num_blocks, block_size, free_order=order)

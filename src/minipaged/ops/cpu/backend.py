@@ -130,7 +130,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
         if code:
             check(code)
-        return _given(result, out, wanted)
+        return result if result is out else _given(result, out, wanted)
 
     def embed(self, token_ids: Tensor, w: PackedLinear, *, out: Tensor | None = None) -> Tensor:
         """Rows of a packed, ungated weight."""
@@ -153,7 +153,7 @@ class NativeBackend(Backend):
         )
         if code:
             check(code)
-        return _given(result, out, data.dtype)
+        return result if result is out else _given(result, out, data.dtype)
 
     def rms_norm(self, x: Tensor, norm: RMSNorm, *, out: Tensor | None = None) -> Tensor:
         """RMSNorm over the last dimension, any leading dimensions."""
@@ -208,7 +208,7 @@ class NativeBackend(Backend):
         )
         if code:
             check(code)
-        return _given(query, out, given)
+        return query if query is out else _given(query, out, given)
 
     def plan(self, batch: AttentionBatch) -> AttentionMetadata:
         """Bind the addresses of a step's batch; the tensors must stay alive and unchanged until the step ends."""
@@ -247,7 +247,7 @@ class NativeBackend(Backend):
         )  # fmt: skip
         if code:
             check(code)
-        return _given(result, out, given)
+        return result if result is out else _given(result, out, given)
 
     @cached_property
     def _other(self) -> TorchBackend:
@@ -277,7 +277,5 @@ def _target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 
 def _given(result: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What the caller is given: `out`, filled, or else the result in `dtype`."""
-    if result is out:
-        return result
+    """What the caller is given where it is not what the kernel wrote: `out`, filled, or else the result in `dtype`."""
     return result.to(dtype) if out is None else out.copy_(result)

@@ -58,9 +58,8 @@ def decode_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int) 
 def varlen_tile(head_dim: int, dtype: torch.dtype, block_size: int, group: int, arch: int = 90) -> Tile:
     """Compute-bound: the largest matrices that registers and shared memory hold. dtype: that of the products."""
     if dtype.itemsize == 4:
-        default = Tile(
-            16, 32 if head_dim <= 128 else 16, 4, 1
-        )  # exact float32 products: no matrix units, many registers
+        # Exact float32 products: no matrix units, many registers.
+        default = Tile(16, 32 if head_dim <= 128 else 16, 4, 1)
     elif head_dim <= 128:
         default = Tile(128, 32 if arch == 80 else 64, 8, 3)
     else:
