@@ -47,11 +47,11 @@ def test_the_least_value_of_a_flag_holds() -> None:
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--max-tokens", "0", "max_tokens must be an integer of at least 1 or left out, got 0"),
+        ("--max-tokens", "0", "max_tokens must be an integer from 1, got 0"),
         ("--num-blocks", "0", "num_blocks must be an integer of at least 1 or left out, got 0"),
         ("--backend", "abacus", f"choose one of {', '.join(map(repr, available_backends()))}"),
         ("--kv-journal", "", "kv_journal must be a name or left out, got ''"),
-        ("--top-p", "1.5", "top_p must be a finite number from 0 to 1 or left out, got 1.5"),
+        ("--top-p", "1.5", "top_p must be a finite number from 0 to 1, got 1.5"),
         ("--block-size", "0", "block_size must be an integer of at least 1, got 0"),
         ("--threads", "0", "threads must be an integer of at least 1 or left out, got 0"),
         ("--eviction-policy", "mru", "choose one of ['lfu', 'lru']"),

@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_so(
 ) -> None:
     with pytest.raises(ValueError, match=r"gpu_memory_utilization = 0\.2 allows .* nothing is left for the KV pool"):
         LLM(tiny_folder, gpu_memory_utilization=0.2, **OPTIONS)
-    with pytest.raises(ValueError, match=r"pool of .* GiB does not fit: .* lower num_blocks or kv_cache_memory"):
+    with pytest.raises(MemoryError, match=r"pool of .* does not fit: .* lower num_blocks, block_size or kv_cache"):
         LLM(tiny_folder, num_blocks=71, **OPTIONS)
     monkeypatch.setenv(loading.GRAPHS_VARIABLE, "0")
     assert type(LLM(tiny_folder, num_blocks=70, **OPTIONS).engine.runner) is ModelRunner
